@@ -1,0 +1,135 @@
+"""Rows of shapes to time, as data. A row is one line here; its name is made from its fields.
+
+Names: `B1-T8192-H64`, with grouped value heads `B1-T8192-H16-HV64`, packed `packed6-8192-H64` (six lengths that sum
+to 8192) or `packed8x1024-H96` (eight equal ones), decode `N64-H64`. A decode row that repeats one state instead of
+walking over many ends in `-warm`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: What a row may time. kda_train is forward + backward.
+OPS = ("kda_prefill", "kda_train", "kda_decode")
+
+#: How fast states are forgotten; `cula.bench.inputs` has the formulas.
+GATES = ("strong", "mixed", "weak")
+
+DEVICES = ("cpu",)
+
+#: Bytes of an element, by dtype name.
+ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+#: Decode rows walk over this many states, so that none is in cache when its turn comes: a model's other layers
+#: evict it. 24 states of 2 MiB are more than the last-level cache of the machines measured so far.
+DECODE_BUFFERS = 24
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: an op at one shape.
+
+    B batch, T tokens (of all sequences where `lengths` packs several into one row), H query/key heads, HV value
+    heads (0: as many as H), K and V head dims (V 0: as K). N sequences of a decode row. dtype of q, k, v;
+    state_dtype of decode pools. tokens: per sequence and decode step. buffers: how many states a decode run walks
+    over, one call each.
+    """
+
+    op: str
+    B: int = 1
+    T: int = 1
+    H: int = 1
+    HV: int = 0
+    K: int = 128
+    V: int = 0
+    lengths: tuple[int, ...] = ()
+    N: int = 0
+    tokens: int = 1
+    buffers: int = 1
+    dtype: str = "fp32"
+    state_dtype: str = "fp32"
+    device: str = "cpu"
+
+    @property
+    def value_heads(self) -> int:
+        return self.HV or self.H
+
+    @property
+    def value_dim(self) -> int:
+        return self.V or self.K
+
+    @property
+    def decodes(self) -> bool:
+        return self.op == "kda_decode"
+
+    @property
+    def sequences(self) -> int:
+        """How many states the call has."""
+        return self.N if self.decodes else (len(self.lengths) or self.B)
+
+    @property
+    def rows(self) -> int:
+        """Tokens of all sequences together."""
+        return self.N * self.tokens if self.decodes else self.B * self.T
+
+    @property
+    def name(self) -> str:
+        heads = f"H{self.H}" + (f"-HV{self.HV}" if self.HV not in (0, self.H) else "")
+        if self.decodes:
+            return f"N{self.N}-{heads}" + ("-warm" if self.buffers == 1 else "")
+        if not self.lengths:
+            return f"B{self.B}-T{self.T}-{heads}"
+        n, total = len(self.lengths), sum(self.lengths)
+        equal = len(set(self.lengths)) == 1
+        return f"packed{n}x{self.lengths[0]}-{heads}" if equal else f"packed{n}-{total}-{heads}"
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the states of one call."""
+        per_head = self.K * self.value_dim * ITEM_BYTES[self.state_dtype]
+        return self.sequences * self.value_heads * per_head
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that one call must move: the numerator of its floor.
+
+        Forward: q, k, v, g read, o written. Training adds the backward: q, k, v, g, do read, dq, dk, dv, dg
+        written. Decode: the same as a forward plus every state read and written once. g counts in q's dtype.
+        """
+        keys = self.H * self.K
+        values = self.value_heads * self.value_dim
+        gates = self.value_heads * self.K
+        read = 2 * keys + values + gates
+        elements = read + values
+        if self.op == "kda_train":
+            elements += (read + values) + (2 * keys + values + gates)
+        bytes_ = self.rows * elements * ITEM_BYTES[self.dtype]
+        return bytes_ + (2 * self.state_bytes if self.decodes else 0)
+
+    @property
+    def forward_flop(self) -> int:
+        """Multiply-adds x 2 of the chunked forward at 64 tokens a chunk, triangles counted as halves."""
+        K, V, half_chunk = self.K, self.value_dim, 32
+        return 2 * self.rows * self.value_heads * (3 * K * V + half_chunk * (3 * K + 2 * V))
+
+
+CASES: tuple[Case, ...] = (
+    Case("kda_prefill", B=1, T=2048, H=4),
+    Case("kda_train", B=1, T=2048, H=4),
+    Case("kda_decode", N=1, H=32, buffers=DECODE_BUFFERS),
+    Case("kda_decode", N=1, H=32),
+)
+
+
+def select(device: str, ops: tuple[str, ...] = (), names: tuple[str, ...] = ()) -> list[Case]:
+    """The rows of `device`, restricted to `ops` and to case names where given. Empty where nothing fits."""
+    return [
+        case
+        for case in CASES
+        if case.device == device and (not ops or case.op in ops) and (not names or case.name in names)
+    ]
+
+
+def names(device: str, ops: tuple[str, ...] = ()) -> list[str]:
+    """The distinct case names of `device` (and of `ops`), in table order."""
+    return list(dict.fromkeys(case.name for case in select(device, ops)))

@@ -1,0 +1,75 @@
+"""Our own calls, as a user makes them: finished gate and beta, q and k normalised beforehand, as the peers get them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cula.bench.runs import Run, forward_run, training_run
+
+if TYPE_CHECKING:
+    from cula.bench.cases import Case
+    from cula.bench.inputs import Inputs
+
+
+class Cula:
+    """The public functions of `cula.kda`. `name` is the implementation that a result file names.
+
+    implementation: what is passed on as `implementation=`; None leaves the choice to the library.
+    """
+
+    def __init__(self, name: str = "eager", implementation: str | None = None) -> None:
+        self.name = name
+        self.implementation = implementation
+
+    def available(self) -> tuple[bool, str]:
+        return True, ""
+
+    def version(self) -> str | None:
+        import cula
+
+        return cula.__version__
+
+    def refusal(self, case: Case) -> str | None:
+        return None
+
+    def run(self, case: Case, inputs: Inputs, threads: int) -> Run:
+        if case.decodes:
+            return self._decode(case, inputs)
+        from cula.kda import chunk_kda
+
+        def call(q, k, v, g, beta):  # noqa: ANN001, ANN202
+            return chunk_kda(
+                q, k, v, g, beta, output_final_state=True, cu_seqlens=inputs.cu_seqlens,
+                implementation=self.implementation,
+            )  # fmt: skip
+
+        return training_run(call, inputs) if case.op == "kda_train" else forward_run(call, inputs)
+
+    def _decode(self, case: Case, inputs: Inputs) -> Run:
+        """One token a sequence, in place: buffer j of the row is slots j*N .. j*N + N-1 of one pool."""
+        import torch
+
+        from cula.kda import kda_decode
+
+        pool = inputs.state.repeat(case.buffers, 1, 1, 1)
+        slots = torch.arange(case.buffers * case.N, dtype=torch.int32, device=pool.device).split(case.N)
+        out = torch.empty_like(inputs.v)
+        flags = {"gate_is_raw": False, "beta_is_logits": False, "normalize_qk": False}
+        held: dict[str, torch.Tensor] = {}
+
+        def call(indices: torch.Tensor) -> None:
+            kda_decode(
+                *inputs.operands, state_pool=pool, state_indices=indices, out=out,
+                implementation=self.implementation, **flags,
+            )  # fmt: skip
+
+        def first() -> None:
+            call(slots[0])
+            held["o"] = out.clone()
+            held["final_state"] = pool[: case.N].transpose(-1, -2).clone()
+
+        def step() -> None:
+            for indices in slots:
+                call(indices)
+
+        return Run(step=step, outputs=lambda: held, calls=case.buffers, first=first, repeatable=False)

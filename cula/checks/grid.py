@@ -1,0 +1,263 @@
+"""The check grid: which problems, which functions, which implementations, and one judged `Outcome` for each.
+
+Lengths, gates, dtypes, head ratios, layouts and packing are not multiplied out: every length meets every gate, every
+gate meets every dtype, and the rest is drawn per case from a seeded stream. `test_grid.py` checks that cover.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cula.checks import runs
+from cula.checks.cases import BETAS, GATES, Case, Problem, make
+
+LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 200)
+DTYPE_NAMES = ("fp64", "fp32", "bf16", "fp16")
+HEADS = ((1, 1), (2, 2), (1, 2), (2, 4), (1, 3))
+WIDTHS = ((16, 16), (32, 16), (16, 48), (32, 32), (60, 20), (64, 64))
+
+#: What a row that has one head size is given instead, tried in this order where it refuses a case.
+FALLBACKS: tuple[dict[str, Any], ...] = ({}, {"K": 64, "V": 64}, {"K": 128, "V": 128})
+
+QUICK_GATES = ("zero", "bound", "channels", "softplus", "sigmoid_no_A", "cliff16")
+QUICK_LENGTHS = (0, 1, 17, 65)
+
+
+def cases(quick: bool = False) -> list[Case]:
+    """The grid's problems, the same list in every process."""
+    lengths = QUICK_LENGTHS if quick else LENGTHS
+    gates = QUICK_GATES if quick else tuple(GATES)
+    result = []
+    for i, T in enumerate(lengths):
+        for j, gate in enumerate(gates):
+            draw = random.Random(f"{T}/{gate}")
+            H, HV = draw.choice(HEADS)
+            K, V = draw.choice(WIDTHS)
+            packed = (i + j) % 3 == 0
+            result.append(
+                Case(
+                    B=1 if packed else draw.choice((1, 2)),
+                    T=T,
+                    H=H,
+                    HV=HV,
+                    K=K,
+                    V=V,
+                    dtype=DTYPE_NAMES[(i + j) % 4],
+                    gate=gate,
+                    beta=draw.choice(list(BETAS)),
+                    lengths=cut(draw, T) if packed else None,
+                    state=draw.random() < 0.75,
+                    v_first=bool(j % 2 == i // 2 % 2),
+                    l2norm=draw.random() < 0.5,
+                    scale=draw.choice((None, None, 1.0, 0.25)),
+                    chunk_size=draw.choice((64, 64, 32, 16)),
+                    gates=draw.choice(("own", "same")),
+                    seed=draw.randrange(1000),
+                )
+            )
+    return result
+
+
+def cut(draw: random.Random, total: int) -> tuple[int, ...]:
+    """Lengths of one to four sequences that fill `total` or leave a few rows after the last; some are empty."""
+    used = total - (draw.choice((0, 0, 3)) if total > 3 else 0)
+    edges = sorted(draw.randrange(used + 1) for _ in range(draw.randrange(4)))
+    return tuple(b - a for a, b in zip([0, *edges], [*edges, used], strict=True))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One quantity of one call: its error, what the table allows, and the verdict.
+
+    reason is set where the implementation refused the case (then nothing was compared) or raised.
+    """
+
+    function: str
+    implementation: str
+    device: str
+    case: str
+    quantity: str
+    error: float
+    tolerance: float
+    passed: bool
+    reason: str | None = None
+
+    @property
+    def refused(self) -> bool:
+        return self.reason is not None and self.passed
+
+
+def devices() -> tuple[str, ...]:
+    """The kinds of device on this machine."""
+    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
+#: The stages that each function needs under a forced name; backward only where gradients are checked.
+STAGES = {
+    "chunk_kda": "chunk forward",
+    "kda_prefill": "chunk forward",
+    "fused_recurrent_kda": "recurrent",
+    "kda_decode": "decode",
+    "kda_verify": "verify",
+    "fused_kda_gate": "gate",
+}
+
+
+def implementations(function: str, device: str) -> list[str]:
+    """Names whose row for the function's stage can run on this machine, on that kind of device."""
+    from cula import available, explain
+
+    here = {row.name for row, reason in available().rows if row.stage == STAGES[function] and reason is None}
+    if not here:
+        return []
+    found: dict[str, None] = {}
+    for stage, verdicts in explain(function, device=device, T=1, K=128, dtype="bf16").stages:
+        if stage == STAGES[function]:
+            found.update((v.row.name, None) for v in verdicts if v.row.name in here)
+    return [name for name in found if _device_fits(function, name, device)]
+
+
+def _device_fits(function: str, name: str, device: str) -> bool:
+    """Whether some small problem of the function is accepted by `name` on `device`."""
+    from cula import explain
+
+    for sizes in ({"K": 32}, {"K": 64}, {"K": 128}):
+        for dtype in ("fp32", "bf16"):
+            for stage, verdicts in explain(function, device=device, T=1, dtype=dtype, **sizes).stages:
+                if stage != STAGES[function]:
+                    continue
+                if any(v.row.name == name and (v.reason is None or not v.row.verified) for v in verdicts):
+                    return True
+    return False
+
+
+def has_backward(name: str, device: str) -> bool:
+    """Whether `name` has a row for the backward of chunk_kda that can run here."""
+    from cula import available
+
+    return any(
+        row.name == name and row.stage == "chunk backward" and reason is None for row, reason in available().rows
+    )
+
+
+Runner = Callable[[Problem, str], runs.Quantities]
+
+
+def plan(function: str, case: Case) -> Case | None:
+    """The case as `function` can take it: shortened for decode and verify, None where it says nothing."""
+    if function == "kda_decode":
+        return case.replace(T=min(case.T, runs.MAX_STEPS)) if case.lengths is None and case.T else None
+    if function == "kda_verify":
+        if case.lengths is not None:
+            lengths = tuple(min(n, runs.MAX_DRAFT) for n in case.lengths)
+            return case.replace(lengths=lengths, T=sum(lengths)) if sum(lengths) else None
+        return case.replace(T=min(case.T, runs.MAX_DRAFT)) if case.T else None
+    if function == "fused_kda_gate":
+        raw = case.gate.startswith(("softplus", "sigmoid"))
+        return case if raw and case.lengths is None else None
+    return case
+
+
+def run(function: str, problem: Problem, name: str, *, gradients: bool = True) -> runs.Quantities:
+    """`function` on `problem` by the implementation `name`; 16-bit runs are poisoned with 1e30, others with NaN."""
+    fill = 1e30 if problem.case.dtype in ("bf16", "fp16") else float("nan")
+    if function == "chunk_kda":
+        return runs.run_chunk(problem, name, gradients=gradients, fill=fill)
+    if function == "fused_recurrent_kda":
+        return runs.run_recurrent(problem, name, fill=fill)
+    if function == "kda_prefill":
+        return runs.run_prefill(problem, name, fill=fill)
+    if function == "kda_decode":
+        return runs.run_decode(problem, name, fill=fill)
+    if function == "kda_verify":
+        return runs.run_verify(problem, name, fill=fill)
+    return runs.run_gate(problem, fill=fill)
+
+
+def judge(function: str, case: Case, name: str, device: str = "cpu", *, gradients: bool = True) -> list[Outcome]:
+    """Every quantity of one call against the recurrence; one refused Outcome where no variant is accepted."""
+    from cula import NotSupportedError
+
+    planned = plan(function, case)
+    if planned is None:
+        return []
+    reason = ""
+    for change in FALLBACKS:
+        variant = planned.replace(**change)
+        problem = make(variant, device)
+        try:
+            got = run(function, problem, name, gradients=gradients)
+        except NotSupportedError as error:
+            reason = str(error)
+            continue
+        truth = _truth(function, problem, gradients)
+        return _outcomes(function, variant, name, device, problem, got, truth)
+    return [Outcome(function, name, device, planned.id, "refused", 0.0, 0.0, name != "eager", reason)]
+
+
+_TRUTHS: dict[tuple[Case, str, bool, bool], runs.Quantities] = {}
+
+
+def _truth(function: str, problem: Problem, gradients: bool) -> runs.Quantities:
+    if function == "fused_kda_gate":
+        return runs.gate_reference(problem)
+    needs = gradients and function == "chunk_kda"
+    key = (problem.case, problem.q.device.type, needs, function in ("kda_decode", "kda_verify"))
+    if key not in _TRUTHS:
+        if len(_TRUTHS) > 4:
+            _TRUTHS.clear()
+        _TRUTHS[key] = runs.reference(problem, gradients=needs)
+    return _TRUTHS[key]
+
+
+def _outcomes(
+    function: str,
+    case: Case,
+    name: str,
+    device: str,
+    problem: Problem,
+    got: runs.Quantities,
+    truth: runs.Quantities,
+) -> list[Outcome]:
+    pooled = function in ("kda_prefill", "kda_decode", "kda_verify")
+    found = runs.errors(problem, got, truth)
+    allowed = runs.limits(problem, got, pooled=pooled)
+    result = []
+    for quantity, error in found.items():
+        limit = allowed[quantity] if runs.promised(case, quantity) else float("inf")
+        passed = error <= limit and error != float("inf")
+        result.append(Outcome(function, name, device, case.id, quantity, error, limit, passed))
+    return result
+
+
+def sweep(
+    *,
+    device: str | None = None,
+    implementation: str | None = None,
+    quick: bool = False,
+) -> Iterator[tuple[int, int, list[Outcome]]]:
+    """(done, total, outcomes) after every call of the grid, for each device, function and available name."""
+    jobs = []
+    for kind in devices() if device is None else (device,):
+        for function in runs.FUNCTIONS:
+            for name in implementations(function, kind):
+                if implementation is None or name == implementation:
+                    jobs.append((kind, function, name))
+    todo = [
+        (kind, function, name, case)
+        for case in cases(quick)
+        for kind, function, name in jobs
+        if plan(function, case) is not None
+    ]
+    for index, (kind, function, name, case) in enumerate(todo):
+        try:
+            outcomes = judge(function, case, name, kind, gradients=has_backward(name, kind))
+        except Exception as error:  # a crash is a miss with its sentence, and the sweep goes on
+            sentence = f"{type(error).__name__}: {error}"
+            outcomes = [Outcome(function, name, kind, case.id, "call", float("inf"), 0.0, False, sentence)]
+        yield index + 1, len(todo), outcomes

@@ -1,0 +1,289 @@
+"""One problem through one public function, forward and backward, and what the float64 recurrence says of it.
+
+Every runner returns `{quantity: tensor}` under the names of the tolerance table, states K-first, whatever layout the
+call used. `fill` surrounds all inputs with poisoned memory and checks that none was written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+
+from cula.checks.cases import BETAS, Case, Problem, natural_gate
+from cula.checks.poison import Poison
+from cula.checks.tolerance import FLOORS, GROUPS, relative_error, rms, tolerance
+
+Quantities = dict[str, torch.Tensor]
+
+#: Functions that the check grid drives, with the quantities that each is judged by.
+FUNCTIONS = (
+    "chunk_kda",
+    "fused_recurrent_kda",
+    "kda_prefill",
+    "kda_decode",
+    "kda_verify",
+    "fused_kda_gate",
+)
+
+MAX_STEPS = 4
+MAX_DRAFT = 16
+
+
+def reference(problem: Problem, *, gradients: bool = True) -> Quantities:
+    """o, final_state (K-first) and every gradient from kda_recurrent_reference in float64."""
+    from cula.kda import kda_recurrent_reference
+
+    p = problem.map(lambda x: x.double() if x.is_floating_point() else x)
+    return _forward_backward(kda_recurrent_reference, p, gradients, {})
+
+
+def run_chunk(
+    problem: Problem,
+    implementation: Any = None,
+    *,
+    gradients: bool = True,
+    fill: float | None = math.nan,
+    **options: Any,
+) -> Quantities:
+    """chunk_kda through the public door; cp_mode=False unless `options` says otherwise."""
+    from cula.kda import chunk_kda
+
+    poison, p = _poison(problem, fill)
+    chosen = {"cp_mode": False, "chunk_size": problem.case.chunk_size, "implementation": implementation, **options}
+    result = _forward_backward(chunk_kda, p, gradients, chosen)
+    poison.check()
+    return result
+
+
+def run_recurrent(problem: Problem, implementation: Any = None, *, fill: float | None = math.nan) -> Quantities:
+    """fused_recurrent_kda, forward."""
+    from cula.kda import fused_recurrent_kda
+
+    poison, p = _poison(problem, fill)
+    with torch.no_grad():
+        result = _forward_backward(fused_recurrent_kda, p, False, {"implementation": implementation})
+    poison.check()
+    return result
+
+
+def _forward_backward(function: Any, p: Problem, gradients: bool, options: dict[str, Any]) -> Quantities:
+    leaves = {name: x.detach().requires_grad_(gradients) for name, x in p.inputs().items()}
+    named = {"A_log": leaves.get("A_log"), "dt_bias": leaves.get("dt_bias"), "initial_state": leaves.get("h0")}
+    first = [leaves[name] for name in ("q", "k", "v", "g", "beta")]
+    o, state = function(*first, **p.flags(), **named, **options)[:2]
+    result = {"o": o.detach(), "final_state": k_first(state.detach(), p.case)}
+    if gradients:
+        grads = gradients_of([o, state], [p.do, p.dht], list(leaves.values()))
+        for name, grad in zip(leaves, grads, strict=True):
+            result[f"d{name}"] = k_first(grad, p.case) if name == "h0" else grad
+    return result
+
+
+def gradients_of(
+    outputs: list[torch.Tensor], cotangents: list[torch.Tensor], leaves: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Gradients of the leaves, zeros where nothing reaches one; an output with no element may have no graph."""
+    pairs = [(y, d.to(y.dtype)) for y, d in zip(outputs, cotangents, strict=True) if y.requires_grad or y.numel()]
+    if not any(y.requires_grad for y, _ in pairs):
+        return [torch.zeros_like(x) for x in leaves]
+    ys, ds = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(ys, leaves, ds, materialize_grads=True))
+
+
+def k_first(state: torch.Tensor, case: Case) -> torch.Tensor:
+    return state.transpose(-1, -2) if case.v_first else state
+
+
+def v_first(state: torch.Tensor, case: Case) -> torch.Tensor:
+    return state if case.v_first else state.transpose(-1, -2)
+
+
+def _poison(problem: Problem, fill: float | None) -> tuple[Poison, Problem]:
+    poison = Poison(fill=math.nan if fill is None else fill)
+    if fill is None:
+        return poison, problem
+    tensors = {f.name: getattr(problem, f.name) for f in dataclasses.fields(problem)}
+    held = {k: poison.tensor(x, k) for k, x in tensors.items() if isinstance(x, torch.Tensor)}
+    return poison, problem.map(lambda x: x, **held)
+
+
+def fresh_pool(
+    problem: Problem, slots: int | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A V-first pool of `slots` slots with NaN in those that no sequence owns, and the slot of each sequence."""
+    case = problem.case
+    slots = 2 * case.N + 1 if slots is None else slots
+    device = problem.q.device
+    pool = torch.full((slots, case.HV, case.V, case.K), math.nan, dtype=dtype, device=device)
+    index = torch.tensor([slots - 1 - 2 * n for n in range(case.N)], dtype=torch.int32, device=device)
+    pool[index.long()] = 0.0 if problem.h0 is None else v_first(problem.h0, case).to(dtype)
+    return pool, index
+
+
+def run_prefill(
+    problem: Problem, implementation: Any = None, *, fill: float | None = math.nan, **options: Any
+) -> Quantities:
+    """kda_prefill over a pool: `out` and the states that the pool then holds (K-first, as final_state)."""
+    from cula.kda import kda_prefill
+
+    poison, p = _poison(problem, fill)
+    base, index = fresh_pool(problem)
+    pool = poison.tensor(base, "state_pool", writable=True)
+    out = kda_prefill(
+        p.q,
+        p.k,
+        p.v,
+        p.g,
+        p.beta,
+        cu_seqlens=p.cu_seqlens,
+        state_pool=pool,
+        read_indices=index,
+        **{"cp_mode": False, **p.serving_flags(), **options},
+        implementation=implementation,
+    )
+    poison.check()
+    _untouched(pool, base, index)
+    return {"o": out, "final_state": pool[index.long()].transpose(-1, -2)}
+
+
+def run_decode(problem: Problem, implementation: Any = None, *, fill: float | None = math.nan) -> Quantities:
+    """kda_decode over the first tokens of an unpacked problem: outputs of all steps, states after the last."""
+    from cula.kda import kda_decode
+
+    poison, p = _poison(problem, fill)
+    base, index = fresh_pool(problem)
+    pool = poison.tensor(base, "state_pool", writable=True)
+    steps = [
+        kda_decode(
+            *(x[:, t : t + 1] for x in (p.q, p.k, p.v, p.g, p.beta)),
+            state_pool=pool,
+            state_indices=index,
+            **p.serving_flags(),
+            implementation=implementation,
+        )
+        for t in range(p.case.T)
+    ]
+    poison.check()
+    _untouched(pool, base, index)
+    return {"o": torch.cat(steps, 1), "final_state": pool[index.long()].transpose(-1, -2)}
+
+
+def run_verify(problem: Problem, implementation: Any = None, *, fill: float | None = math.nan) -> Quantities:
+    """kda_verify of a whole (short) problem: outputs, and the states it leaves with update_state."""
+    from cula.kda import kda_verify
+
+    poison, p = _poison(problem, fill)
+    base, index = fresh_pool(problem)
+    pool = poison.tensor(base, "state_pool", writable=True)
+    out = kda_verify(
+        p.q,
+        p.k,
+        p.v,
+        p.g,
+        p.beta,
+        cu_seqlens=p.cu_seqlens,
+        state_pool=pool,
+        state_indices=index,
+        update_state=True,
+        **p.serving_flags(),
+        implementation=implementation,
+    )
+    poison.check()
+    _untouched(pool, base, index)
+    return {"o": out, "final_state": pool[index.long()].transpose(-1, -2)}
+
+
+def run_gate(problem: Problem, *, fill: float | None = math.nan) -> Quantities:
+    """fused_kda_gate and its gradients, for a problem with a raw gate."""
+    from cula.kda import fused_kda_gate
+
+    poison, p = _poison(problem, fill)
+    kind = torch.float64 if p.g.dtype == torch.float64 else torch.float32
+    return _gate_gradients(
+        lambda g, a, b: fused_kda_gate(g, a, b, p.lower_bound, output_dtype=kind), p, poison, kind
+    )
+
+
+def gate_reference(problem: Problem) -> Quantities:
+    """The gate's formula in float64 and its gradients by autograd."""
+    p = problem.map(lambda x: x.double() if x.is_floating_point() else x)
+    return _gate_gradients(lambda g, a, b: natural_gate(g, a, b, p.lower_bound), p, Poison(), torch.float64)
+
+
+def _gate_gradients(function: Any, p: Problem, poison: Poison, kind: torch.dtype) -> Quantities:
+    names = [name for name in ("g", "A_log", "dt_bias") if getattr(p, name) is not None]
+    leaves = {name: getattr(p, name).detach().requires_grad_() for name in names}
+    gate = function(leaves["g"], leaves.get("A_log"), leaves.get("dt_bias"))
+    seed = torch.Generator().manual_seed(7)
+    cotangent = torch.randn(gate.shape, generator=seed, dtype=torch.float64).to(gate.device, kind)
+    grads = torch.autograd.grad(gate, list(leaves.values()), cotangent)
+    poison.check()
+    return {"gate": gate.detach(), **{f"d{name}": grad for name, grad in zip(names, grads, strict=True)}}
+
+
+def _untouched(pool: torch.Tensor, base: torch.Tensor, index: torch.Tensor) -> None:
+    keep = torch.ones(len(pool), dtype=torch.bool, device=pool.device)
+    keep[index.long()] = False
+    assert bool(torch.isnan(pool[keep]).all()), "a slot that no sequence owns was written"
+
+
+def units(problem: Problem, truth: Quantities) -> dict[str, float]:
+    """The size of the terms that each gate gradient is a difference of: RMS(q dq) + RMS(k dk), summed as it is."""
+    if "dq" not in truth:
+        return {}
+    q, k = problem.q.double(), problem.k.double()
+    if problem.case.l2norm:
+        q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-6) for x in (q, k))
+        scale = [rms(x) / max(rms(y), 1e-30) for x, y in ((problem.q, q), (problem.k, k))]
+    else:
+        scale = [1.0, 1.0]
+    term = rms(q) * rms(truth["dq"]) * scale[0] + rms(k) * rms(truth["dk"]) * scale[1]
+    if not problem.raw_gate:
+        return {"dg": term, "dh0": 1.0}
+    raw = problem.g.detach().double().requires_grad_()
+    gate = natural_gate(raw, problem.A_log, problem.dt_bias, problem.lower_bound)
+    (slope,) = torch.autograd.grad(gate.sum(), raw) if raw.numel() else (raw,)
+    tokens = math.sqrt(problem.g.shape[0] * problem.g.shape[1])
+    width = math.sqrt(problem.g.shape[3])
+    return {
+        "dg": term * rms(slope),
+        "dh0": 1.0,
+        "ddt_bias": term * rms(slope) * tokens,
+        "dA_log": term * rms(gate) * tokens * width,
+    }
+
+
+def floors(problem: Problem, truth: Quantities) -> dict[str, float]:
+    """The smallest denominator of each quantity's error: the floor of its unit, and what its dtype can hold."""
+    unit = units(problem, truth)
+    dtype, device = problem.q.dtype, problem.q.device.type
+    result = {}
+    for name in truth:
+        holds = torch.finfo(dtype).smallest_normal
+        holds *= torch.finfo(dtype).eps if dtype == torch.float16 else 1.0
+        floor = FLOORS.get(GROUPS[name], 0.0) * unit.get(name, 0.0)
+        result[name] = max(floor, holds / tolerance(name, dtype, device))
+    return result
+
+
+def errors(problem: Problem, got: Quantities, truth: Quantities) -> dict[str, float]:
+    """The error of every quantity that `got` has, by the tolerance table's metric."""
+    floor = floors(problem, truth)
+    return {name: relative_error(x, truth[name], floor=floor[name]) for name, x in got.items()}
+
+
+def limits(problem: Problem, got: Quantities, *, pooled: bool = False) -> dict[str, float]:
+    """The tolerance of every quantity. `pooled`: states pass through an fp32 pool, also in an fp64 call."""
+    dtype, device = problem.q.dtype, problem.q.device.type
+    if pooled and dtype == torch.float64:
+        dtype = torch.float32
+    return {name: tolerance(name, dtype, device) for name in got}
+
+
+def promised(case: Case, quantity: str) -> bool:
+    """False where the table promises finite numbers only: 16-bit calls with beta up to 2."""
+    doubled = case.beta == "two" or BETAS[case.beta][3]
+    return not (doubled and case.dtype in ("bf16", "fp16"))

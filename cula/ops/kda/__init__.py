@@ -1,0 +1,1 @@
+"""KDA: problem, reference, stages."""

@@ -1,0 +1,73 @@
+"""The implementation table of the chunk stages and their choice. Pure Python: every arch is testable on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cula.host.arch import Target
+from cula.host.table import Row, Rule, choose, request_for
+
+FORWARD = "chunk forward"
+BACKWARD = "chunk backward"
+
+
+def _real_device(p: Any, t: Target) -> bool:
+    return t.kind != "meta"
+
+
+def _host_lengths(p: Any, t: Target) -> bool:
+    return p.host_lengths
+
+
+def _host_offsets(p: Any, t: Target) -> bool:
+    return p.host_offsets
+
+
+_EAGER_RULES = (
+    Rule(_real_device, "needs tensors with values, got {t.kind} tensors"),
+    Rule(_host_lengths, "needs the sequence lengths on the host; pass cu_seqlens_cpu, and not use_graph without it"),
+)
+_EAGER_STATUS = "measured on CPU (x86-64, AVX-512); not run on GPU"
+
+FORWARD_ROWS: tuple[Row, ...] = (
+    Row(
+        name="eager",
+        mechanism="batched",
+        algorithm="kda",
+        stage=FORWARD,
+        arch="any device",
+        dsl="torch",
+        status=_EAGER_STATUS,
+        entry="cula.ops.kda.chunk.eager.forward:run",
+        rules=(
+            *_EAGER_RULES,
+            Rule(_host_offsets, "needs checkpoint_offsets and position_offsets on the CPU"),
+        ),
+    ),
+)
+BACKWARD_ROWS: tuple[Row, ...] = (
+    Row(
+        name="eager",
+        mechanism="batched",
+        algorithm="kda",
+        stage=BACKWARD,
+        arch="any device",
+        dsl="torch",
+        status=_EAGER_STATUS,
+        entry="cula.ops.kda.chunk.eager.backward:run",
+        rules=_EAGER_RULES,
+    ),
+)
+
+#: What each public function runs: stage -> its rows.
+STAGES: dict[str, Sequence[Row]] = {FORWARD: FORWARD_ROWS, BACKWARD: BACKWARD_ROWS}
+
+
+def choose_rows(problem: Any, target: Target, implementation: Any) -> tuple[Row, Row | None]:
+    """(forward row, backward row or None where no gradient is needed)."""
+    forward = choose(FORWARD_ROWS, problem, target, request_for(implementation, "forward"))
+    backward = None
+    if problem.grad:
+        backward = choose(BACKWARD_ROWS, problem, target, request_for(implementation, "backward"))
+    return forward, backward

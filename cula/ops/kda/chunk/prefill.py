@@ -1,0 +1,154 @@
+"""kda_prefill: whole sequences against a state pool, for serving. Runs the chunk forward rows without grad."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cula.host.errors import DeviceError, DtypeError, NotSupportedError, RangeError, ShapeError
+from cula.host.varlen import check_index_tensor
+from cula.ops.kda.chunk.policy import choose_rows
+from cula.ops.kda.problem import KDAProblem, Operands, check_out, check_pool, dtype_name, parse_chunk, parse_null_index
+
+Tensor = torch.Tensor
+
+
+@torch.no_grad()
+def kda_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    state_pool: Tensor | None = None,
+    read_indices: Tensor | None = None,
+    write_indices: Tensor | None = None,
+    has_initial_state: Tensor | None = None,
+    checkpoints: Tensor | None = None,
+    checkpoint_every: int = 64,
+    checkpoint_offsets: Tensor | None = None,
+    position_offsets: Tensor | None = None,
+    cp_mode: Any = None,
+    plan: Any = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    gate_is_raw: bool = True,
+    beta_is_logits: bool = True,
+    normalize_qk: bool = True,
+    allow_neg_eigval: bool = False,
+    null_index: int = -1,
+    out: Tensor | None = None,
+    implementation: Any = None,
+) -> Tensor:
+    """KDA over whole sequences, reading and writing slots of a state pool in place; runs without grad.
+
+    Args:
+        q, k: `[B, T, H, K]`; v: `[B, T, HV, V]`; g: `[B, T, HV, K]`; beta: `[B, T, HV]`: as `chunk_kda`, but the
+            gate is raw, beta logits and q, k unnormalised unless `gate_is_raw`, `beta_is_logits`, `normalize_qk`
+            say otherwise.
+        cu_seqlens, cu_seqlens_cpu: packed sequences, as `chunk_kda`.
+        state_pool: `[slots, HV, V, K]` fp32 or bf16 (fp64 in fp64 calls), any slot stride; None starts from zero
+            and keeps nothing.
+        read_indices: `[N]` slot that each sequence starts from (default n). A null or out-of-range index reads a
+            zero state. write_indices: `[N]` slot that gets the final state (default: the one that was read);
+            null is skipped.
+        has_initial_state: bool `[N]`; False starts from zero, whatever the slot holds.
+        checkpoints: `[rows, HV, V, K]` in the pool's dtype (fp32 without a pool): states at absolute positions
+            that are multiples of `checkpoint_every` tokens (a multiple of 16). checkpoint_offsets: `[N+1]`,
+            required with it: boundary i of sequence n goes to row checkpoint_offsets[n] + i, and is dropped from
+            checkpoint_offsets[n+1] on. position_offsets: `[N]` position of each sequence's first token (default 0).
+        scale, A_log, dt_bias, lower_bound, allow_neg_eigval, cp_mode, plan, implementation: as `chunk_kda`.
+        null_index: the index that means no slot (negative ones always do).
+        out: like v; written and returned.
+
+    Returns:
+        out `[B, T, HV, V]`, rows after cu_seqlens[-1] zero.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, RangeError: an argument is wrong; nothing was touched.
+        NotSupportedError: no implementation, or not the forced one, accepts the call; says why.
+    """
+    if isinstance(implementation, dict):
+        raise NotSupportedError("kda_prefill has no backward: implementation must be a name; got a dict")
+    problem, x = parse_chunk(
+        q, k, v, g, beta, scale=scale, initial_state=None, output_final_state=False, l2norm=normalize_qk,
+        activation={
+            "raw_gate": gate_is_raw, "beta_logits": beta_is_logits, "neg_eigval": allow_neg_eigval,
+            "lower_bound": lower_bound, "A_log": A_log, "dt_bias": dt_bias,
+            "names": ("beta_is_logits", "lower_bound"),
+        },
+        disable_recompute=False, intermediate_states=False, state_v_first=True,
+        sequences=(cu_seqlens, cu_seqlens_cpu), use_graph=False, max_num_seqs=None, chunk_size=64,
+        cp=(cp_mode, plan, None),
+    )  # fmt: skip
+    problem, x = _parse_pool(
+        problem, x, state_pool, read_indices, write_indices, has_initial_state, parse_null_index(null_index)
+    )
+    problem, x = _parse_checkpoints(problem, x, checkpoints, checkpoint_every, checkpoint_offsets, position_offsets)
+    x.out = check_out(out, v)
+    forward, _ = choose_rows(problem, x.target, implementation)
+    return forward.load()(problem, x).o
+
+
+def _parse_pool(
+    p: KDAProblem, x: Operands, pool: Any, read: Any, write: Any, has_initial_state: Any, null_index: int
+) -> tuple[KDAProblem, Operands]:
+    """Check the pool and its indices."""
+    device = x.q.device
+    if pool is None:
+        given = {"read_indices": read, "write_indices": write, "has_initial_state": has_initial_state}
+        for name, value in given.items():
+            if value is not None:
+                raise ShapeError(f"{name} needs state_pool; got state_pool=None")
+        return p, x
+    check_pool("state_pool", pool, (p.HV, p.V, p.K), p.dtype, device)
+    if read is None and pool.shape[0] < p.N:
+        raise ShapeError(f"state_pool needs a slot for each of N={p.N} sequences; got {pool.shape[0]} slots")
+    for name, value in (("read_indices", read), ("write_indices", write)):
+        if value is not None:
+            check_index_tensor(name, value, (p.N,), device)
+    if has_initial_state is not None:
+        if not isinstance(has_initial_state, torch.Tensor) or has_initial_state.dtype != torch.bool:
+            got = getattr(has_initial_state, "dtype", type(has_initial_state).__name__)
+            raise DtypeError(f"has_initial_state must be a bool tensor [N]; got {got}")
+        if tuple(has_initial_state.shape) != (p.N,):
+            raise ShapeError(f"has_initial_state must be [N] = [{p.N}]; got {list(has_initial_state.shape)}")
+        if has_initial_state.device != device:
+            raise DeviceError(f"has_initial_state must be on {device} as q is; got {has_initial_state.device}")
+    x.state_pool, x.read_indices, x.write_indices = pool, read, write
+    x.has_initial_state, x.null_index = has_initial_state, null_index
+    return replace(p, pool=True, state_dtype=dtype_name(pool)), x
+
+
+def _parse_checkpoints(
+    p: KDAProblem, x: Operands, checkpoints: Any, every: Any, offsets: Any, positions: Any
+) -> tuple[KDAProblem, Operands]:
+    """Check the checkpoint tensors."""
+    device = x.q.device
+    if checkpoints is None:
+        for name, value in (("checkpoint_offsets", offsets), ("position_offsets", positions)):
+            if value is not None:
+                raise ShapeError(f"{name} needs checkpoints; got checkpoints=None")
+        return p, x
+    if isinstance(every, bool) or not isinstance(every, int) or every < 16 or every % 16:
+        raise RangeError(f"checkpoint_every must be a positive multiple of 16 tokens; got {every!r}")
+    if offsets is None:
+        raise ShapeError("checkpoint_offsets [N+1] is required with checkpoints; got None")
+    check_pool("checkpoints", checkpoints, (p.HV, p.V, p.K), p.dtype, device)
+    need = p.state_dtype if p.pool else ("fp64" if p.dtype == "fp64" else "fp32")
+    if dtype_name(checkpoints) != need:
+        raise DtypeError(f"checkpoints must be {need} as the states are; got {dtype_name(checkpoints)}")
+    check_index_tensor("checkpoint_offsets", offsets, (p.N + 1,), device, host_ok=True)
+    on_host = offsets.device.type == "cpu"
+    if positions is not None:
+        check_index_tensor("position_offsets", positions, (p.N,), device, host_ok=True)
+        on_host = on_host and positions.device.type == "cpu"
+    x.checkpoints, x.checkpoint_offsets, x.position_offsets = checkpoints, offsets, positions
+    return replace(p, checkpoint_every=every, position_offsets=positions is not None, host_offsets=on_host), x
