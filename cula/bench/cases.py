@@ -52,14 +52,17 @@ class Case:
 
     @property
     def value_heads(self) -> int:
+        """HV, with its default filled in."""
         return self.HV or self.H
 
     @property
     def value_dim(self) -> int:
+        """V, with its default filled in."""
         return self.V or self.K
 
     @property
     def decodes(self) -> bool:
+        """Whether the row advances states that are there already."""
         return self.op == "kda_decode"
 
     @property
@@ -68,12 +71,19 @@ class Case:
         return self.N if self.decodes else (len(self.lengths) or self.B)
 
     @property
+    def turns(self) -> tuple[int, ...]:
+        """The buffer of each call of one timed step: one for each of many states, or one state over and over."""
+        calls = max(self.buffers, DECODE_BUFFERS) if self.decodes else 1
+        return tuple(i % self.buffers for i in range(calls))
+
+    @property
     def rows(self) -> int:
         """Tokens of all sequences together."""
         return self.N * self.tokens if self.decodes else self.B * self.T
 
     @property
     def name(self) -> str:
+        """The row's name in tables and result files."""
         heads = f"H{self.H}" + (f"-HV{self.HV}" if self.HV not in (0, self.H) else "")
         if self.decodes:
             return f"N{self.N}-{heads}" + ("-warm" if self.buffers == 1 else "")

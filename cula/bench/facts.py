@@ -16,7 +16,7 @@ from pathlib import Path
 class Facts:
     """cpu: model name. flags: vector instruction sets that torch dispatches to and the CPU has. commit: of the
     checkout that cula was imported from, with "-dirty" where files differ from it, None outside a checkout.
-    peers: peer -> version or None. run: the start of this run, to the second (UTC)."""
+    peers: peer -> version or None. load: of the minute before the run. run: its start, to the second (UTC)."""
 
     device: str
     cpu: str
@@ -26,12 +26,14 @@ class Facts:
     python: str
     torch: str
     numba: str | None
+    load: float | None
     commit: str | None
     run: str
     peers: dict[str, str | None] = field(default_factory=dict)
 
     @property
     def date(self) -> str:
+        """The day of the run, YYYY-MM-DD."""
         return self.run[:10]
 
     def lines(self) -> list[str]:
@@ -57,6 +59,7 @@ def collect(device: str, threads: int, peers: dict[str, str | None]) -> Facts:
         python=platform.python_version(),
         torch=str(torch.__version__),
         numba=_installed("numba"),
+        load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         commit=commit(),
         run=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         peers=peers,

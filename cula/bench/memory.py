@@ -14,10 +14,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import os
 import resource
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cula.bench.cases import Case
@@ -38,12 +40,10 @@ class Peak:
     method: str
 
 
-def measure(
-    case: Case, gate: str, impl: str, implementation: str | None, threads: int, timeout: float = 600.0
-) -> Peak:
+def measure(case: Case, gate: str, impl: str, implementation: str | None, threads: int, timeout: float = 600.0) -> Peak:
     """Peak of one call of `impl` (a peer's name, or anything else for ours) in a process of its own.
 
-    RuntimeError with the child's last line where it fails.
+    RuntimeError with the child's last line where it fails or takes longer than `timeout` seconds.
     """
     request = {
         "case": asdict(case),
@@ -52,12 +52,17 @@ def measure(
         "implementation": implementation,
         "threads": threads,
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "cula.bench.memory", json.dumps(request)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "cula.bench.memory", json.dumps(request)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"memory of {impl}: not done after {timeout:.0f} s") from None
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines() or ["no message"]
         raise RuntimeError(f"memory of {impl}: {lines[-1]}")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from cula.bench.runs import Run, forward_run, training_run
 
 if TYPE_CHECKING:
+    import torch
+
     from cula.bench.cases import Case
     from cula.bench.inputs import Inputs
 
@@ -22,26 +24,29 @@ class Cula:
         self.implementation = implementation
 
     def available(self) -> tuple[bool, str]:
+        """Always here."""
         return True, ""
 
     def version(self) -> str | None:
+        """The version of cula."""
         import cula
 
         return cula.__version__
 
     def refusal(self, case: Case) -> str | None:
+        """Nothing is refused beforehand: what the call raises is what the row says."""
         return None
 
     def run(self, case: Case, inputs: Inputs, threads: int) -> Run:
+        """Threads are torch's, which are set for the whole process."""
         if case.decodes:
             return self._decode(case, inputs)
         from cula.kda import chunk_kda
 
-        def call(q, k, v, g, beta):  # noqa: ANN001, ANN202
+        def call(*operands: torch.Tensor) -> tuple:
             return chunk_kda(
-                q, k, v, g, beta, output_final_state=True, cu_seqlens=inputs.cu_seqlens,
-                implementation=self.implementation,
-            )  # fmt: skip
+                *operands, output_final_state=True, cu_seqlens=inputs.cu_seqlens, implementation=self.implementation
+            )
 
         return training_run(call, inputs) if case.op == "kda_train" else forward_run(call, inputs)
 
@@ -53,6 +58,7 @@ class Cula:
 
         pool = inputs.state.repeat(case.buffers, 1, 1, 1)
         slots = torch.arange(case.buffers * case.N, dtype=torch.int32, device=pool.device).split(case.N)
+        turns = [slots[j] for j in case.turns]
         out = torch.empty_like(inputs.v)
         flags = {"gate_is_raw": False, "beta_is_logits": False, "normalize_qk": False}
         held: dict[str, torch.Tensor] = {}
@@ -69,7 +75,7 @@ class Cula:
             held["final_state"] = pool[: case.N].transpose(-1, -2).clone()
 
         def step() -> None:
-            for indices in slots:
+            for indices in turns:
                 call(indices)
 
-        return Run(step=step, outputs=lambda: held, calls=case.buffers, first=first, repeatable=False)
+        return Run(step=step, outputs=lambda: held, calls=len(turns), first=first, repeatable=False)

@@ -60,7 +60,7 @@ class Ggml(_Package):
             return "has no backward"
         if case.device != "cpu" or case.dtype != "fp32" or case.state_dtype != "fp32":
             return "this binding is run on the CPU in fp32"
-        if case.K != case.value_dim or case.value_heads != case.H:
+        if case.value_dim != case.K or case.value_heads != case.H:
             return f"needs K = V and HV = H, got K={case.K} V={case.value_dim} H={case.H} HV={case.value_heads}"
         if case.lengths:
             return "has no packed sequences"
@@ -81,15 +81,17 @@ class Ggml(_Package):
             state = torch.zeros(B, H, D, D) if inputs.state is None else inputs.state.clone()
             calls.append(graph.gated_delta_net(operands, graph.tensor(state, (D, D, H, B)), result))
 
+        turns = [calls[j] for j in case.turns]
+
         def step() -> None:
-            for call in calls:
+            for call in turns:
                 call()
 
         def outputs() -> dict[str, torch.Tensor]:
             o, state = result.split([D * H * T * B, D * D * H * B])
             return {"o": o.view(B, T, H, D), "final_state": state.view(B, H, D, D).transpose(-1, -2)}
 
-        return Run(step=step, outputs=outputs, calls=case.buffers, first=calls[0])
+        return Run(step=step, outputs=outputs, calls=len(turns), first=calls[0])
 
     @staticmethod
     def flags() -> list[str]:
@@ -189,10 +191,10 @@ class Transformers(_Package):
             held["final_state"] = states[0]
 
         def step() -> None:
-            for j in range(case.buffers):
+            for j in case.turns:
                 call(j)
 
-        return Run(step=step, outputs=lambda: held, calls=case.buffers, first=first, repeatable=False)
+        return Run(step=step, outputs=lambda: held, calls=len(case.turns), first=first, repeatable=False)
 
 
 def _kimi_functions() -> tuple[Any, Any]:

@@ -21,6 +21,7 @@ class Record:
     multiplied by one in place, same run. fraction_of_copy = floor_ms / ms. peak_bytes: of one call, its arguments
     included; input_bytes: q, k, v, g, beta and the state. error: RMS ratio of the output named by `output`, the one
     closest to (or furthest past) its tolerance; errors: of every output. cp: context parallelism (off on a CPU).
+    load: processes that wanted a core when the run began; on an idle machine near 0.
     """
 
     op: str
@@ -56,6 +57,7 @@ class Record:
     device: str = "cpu"
     cpu: str | None = None
     threads: int | None = None
+    load: float | None = None
     flags: str | None = None
     gpu: str | None = None
     python: str | None = None

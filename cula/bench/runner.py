@@ -33,7 +33,8 @@ COPY, MATMUL, LIMIT = "(copy)", "(matmul)", "(in place)"
 @dataclass(frozen=True)
 class Options:
     """rounds: timed rounds a row. threads: of everybody. budget: seconds that one implementation may spend on one
-    row beyond its least rounds. memory: measure peaks. reference: stands in for the float64 recurrence in tests."""
+    row beyond its least rounds. memory: measure peaks. reference: stands in for the float64 recurrence in tests.
+    say: hears what is going on; note: hears what should stay on the screen."""
 
     rounds: int = 20
     threads: int = 2
@@ -41,6 +42,7 @@ class Options:
     memory: bool = True
     reference: Callable[..., tuple] | None = None
     say: Callable[[str], None] = field(default=lambda text: None)
+    note: Callable[[str], None] = field(default=lambda text: None)
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,10 @@ def run_case(
     for entry in ready:
         if measure is not None and options.memory and entry.run is not None:
             options.say(f"{case.op} {case.name} {gate}: memory of {entry.implementation.name}")
-            peaks[entry.implementation.name] = measure(case, gate, entry.implementation)
+            try:
+                peaks[entry.implementation.name] = measure(case, gate, entry.implementation)
+            except (RuntimeError, OSError) as error:
+                options.note(f"no peak: {error}")
     return [_record(case, gate, inputs, entry, timings, peaks, facts) for entry in ready]
 
 
@@ -125,7 +130,7 @@ def _time(case: Case, ready: Sequence[Ready], options: Options) -> dict[str, Tim
     steps[COPY] = (copy_step(case.device), 1)
     steps[MATMUL] = (matmul_step(case.device), 1)
     if case.decodes:
-        steps[LIMIT] = in_place_step(case.state_bytes, case.buffers, case.device)
+        steps[LIMIT] = (in_place_step(case.state_bytes, case.turns, case.device), len(case.turns))
     return interleave(steps, rounds=options.rounds, budget=options.budget)
 
 
@@ -153,7 +158,8 @@ def _record(
         input_bytes=inputs.bytes,
         dtype=case.dtype, state_dtype=case.state_dtype, tokens=case.tokens, head_dim=case.K, buffers=case.buffers,
         impl_version=entry.implementation.version(),
-        device=facts.device, cpu=facts.cpu, threads=facts.threads, flags=facts.flags, python=facts.python,
+        device=facts.device, cpu=facts.cpu, threads=facts.threads,
+        load=facts.load, flags=facts.flags, python=facts.python,
         torch=facts.torch, numba=facts.numba, peers=facts.peers, commit=facts.commit, date=facts.date, run=facts.run,
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 #: A thread pool that has just worked spins for a few ms before it sleeps, and would take a core from the next one.
@@ -37,10 +37,12 @@ class Timing:
 
     @property
     def least(self) -> float:
+        """The shortest."""
         return min(self.samples)
 
     @property
     def most(self) -> float:
+        """The longest."""
         return max(self.samples)
 
 
@@ -92,9 +94,7 @@ def _warm_up(step: Callable[[], object], clock: Callable[[], float]) -> float:
     return last
 
 
-def _once(
-    step: Callable[[], object], calls: int, cost: float, settle: float, clock: Callable[[], float]
-) -> float:
+def _once(step: Callable[[], object], calls: int, cost: float, settle: float, clock: Callable[[], float]) -> float:
     """One sample in ms a call."""
     gc.enable()
     gc.collect(0)
@@ -136,15 +136,15 @@ def matmul_step(device: str) -> Callable[[], object]:
     return lambda: torch.mm(a, b, out=out)
 
 
-def in_place_step(state_bytes: int, buffers: int, device: str) -> tuple[Callable[[], object], int]:
-    """(a step that multiplies each of `buffers` states by one in place, calls): what a decode cannot beat."""
+def in_place_step(state_bytes: int, turns: Sequence[int], device: str) -> Callable[[], object]:
+    """A step that multiplies a state by one in place for each of `turns`: what a decode cannot beat."""
     import torch
 
-    states = torch.randn(buffers, state_bytes // 4, device=device)
-    rows = list(states)
+    states = torch.randn(max(turns) + 1, state_bytes // 4, device=device)
+    rows = [states[j] for j in turns]
 
     def step() -> None:
         for row in rows:
             row.mul_(1.0)
 
-    return step, buffers
+    return step

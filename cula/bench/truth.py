@@ -30,6 +30,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
+        """Whether the worst output is within its tolerance."""
         return self.error <= self.tolerance
 
 

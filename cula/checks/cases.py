@@ -160,10 +160,12 @@ class Case:
 
     @property
     def N(self) -> int:
+        """Sequences."""
         return self.B if self.lengths is None else len(self.lengths)
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """The dtype of q, k and v."""
         return DTYPES[self.dtype]
 
     @property
@@ -182,6 +184,7 @@ class Case:
         return "-".join(parts)
 
     def replace(self, **changes: Any) -> Case:
+        """A case with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -209,6 +212,10 @@ class Problem:
         """The differentiable inputs that are there, by name."""
         names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0")
         return {name: x for name in names if (x := getattr(self, name)) is not None}
+
+    def five(self) -> tuple[torch.Tensor, ...]:
+        """q, k, v, g, beta: the positional arguments of every function."""
+        return self.q, self.k, self.v, self.g, self.beta
 
     def flags(self) -> dict[str, Any]:
         """Keyword arguments of chunk_kda beyond q, k, v, g, beta and the tensors of `inputs`."""

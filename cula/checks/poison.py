@@ -65,9 +65,7 @@ class Poison:
                 now = now.clone()
                 was = held.snapshot.clone()
                 for buffer in (now, was):
-                    torch.as_strided(
-                        buffer, held.view.shape, held.view.stride(), held.view.storage_offset()
-                    ).zero_()
+                    torch.as_strided(buffer, held.view.shape, held.view.stride(), held.view.storage_offset()).zero_()
                 assert bits_equal(now, was), f"{held.name}: memory around the tensor was written"
             else:
                 assert bits_equal(now, held.snapshot), f"{held.name}: an input or its surroundings were written"

@@ -77,23 +77,19 @@ def split_anywhere(name: str, device: str = "cpu") -> None:
 
 
 def _split_serving(names: dict[str, str | None], case: Case, device: str) -> None:
-    from cula.kda import kda_decode, kda_prefill
-
     p = make(case, device)
     limit = tolerance("split", p.q.dtype, device)
-    options = {"cp_mode": False, "implementation": names["kda_prefill"], **p.serving_flags()}
+    options = {"cp_mode": False, "implementation": names["kda_prefill"]}
     whole, index = runs.fresh_pool(p)
-    expected = kda_prefill(p.q, p.k, p.v, p.g, p.beta, state_pool=whole, read_indices=index, **options)
+    expected = runs.serve("kda_prefill", p, state_pool=whole, read_indices=index, **options)
     for a, b in SPLITS:
         pool, index = runs.fresh_pool(p)
         outs = []
         for start, end in ((0, a), (a, b)):
-            x = p.tokens(start, end)
-            outs.append(kda_prefill(x.q, x.k, x.v, x.g, x.beta, state_pool=pool, read_indices=index, **options))
-        for t in range(b, case.T):
-            x = p.tokens(t, t + 1)
-            step = {"state_pool": pool, "state_indices": index, "implementation": names["kda_decode"]}
-            outs.append(kda_decode(x.q, x.k, x.v, x.g, x.beta, **step, **p.serving_flags()))
+            slots = {"state_pool": pool, "read_indices": index}
+            outs.append(runs.serve("kda_prefill", p.tokens(start, end), **slots, **options))
+        step = {"state_pool": pool, "state_indices": index, "implementation": names["kda_decode"]}
+        outs += [runs.serve("kda_decode", p.tokens(t, t + 1), **step) for t in range(b, case.T)]
         place = f"{case.id} split at {a}, {b}"
         _close(torch.cat(outs, 1), expected, limit, f"out, {place}")
         _close(pool[index.long()], whole[index.long()], limit, f"pool, {place}")
@@ -107,22 +103,18 @@ def _split_chunk(names: dict[str, str | None], case: Case, device: str) -> None:
     extra = {"A_log": p.A_log, "dt_bias": p.dt_bias}
     options = {"cp_mode": False, "implementation": names["chunk_kda"]}
     with torch.no_grad():
-        o, last = chunk_kda(*_five(p), initial_state=p.h0, **p.flags(), **extra, **options)
+        o, last = chunk_kda(*p.five(), initial_state=p.h0, **p.flags(), **extra, **options)
         for a, b in SPLITS:
             parts, state = [], p.h0
             for start, end in ((0, a), (a, b)):
-                x = _five(p.tokens(start, end))
+                x = p.tokens(start, end).five()
                 part, state = chunk_kda(*x, initial_state=state, **p.flags(), **extra, **options)
                 parts.append(part)
-            x, step = _five(p.tokens(b, case.T)), {"implementation": names["fused_recurrent_kda"]}
+            x, step = p.tokens(b, case.T).five(), {"implementation": names["fused_recurrent_kda"]}
             part, state = fused_recurrent_kda(*x, initial_state=state, **p.flags(), **extra, **step)
             place = f"{case.id} split at {a}, {b}"
             _close(torch.cat([*parts, part], 1), o, limit, f"o, {place}")
             _close(state, last, limit, f"final_state, {place}")
-
-
-def _five(p: Problem) -> tuple[torch.Tensor, ...]:
-    return p.q, p.k, p.v, p.g, p.beta
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:

@@ -58,6 +58,22 @@ def run_chunk(
     return result
 
 
+def chunk(problem: Problem, **options: Any) -> Any:
+    """chunk_kda(...) on the problem's tensors as they are, context parallelism off; `options` win over its flags."""
+    from cula.kda import chunk_kda
+
+    named = {"A_log": problem.A_log, "dt_bias": problem.dt_bias, "initial_state": problem.h0, "cp_mode": False}
+    size = {"chunk_size": problem.case.chunk_size}
+    return chunk_kda(*problem.five(), **{**problem.flags(), **named, **size, **options})
+
+
+def serve(name: str, problem: Problem, **options: Any) -> torch.Tensor:
+    """cula.kda.<name>(...), a serving function, on the problem's tensors; `options` win over its flags."""
+    import cula.kda
+
+    return getattr(cula.kda, name)(*problem.five(), **{**problem.serving_flags(), **options})
+
+
 def run_recurrent(problem: Problem, implementation: Any = None, *, fill: float | None = math.nan) -> Quantities:
     """fused_recurrent_kda, forward."""
     from cula.kda import fused_recurrent_kda
@@ -94,10 +110,12 @@ def gradients_of(
 
 
 def k_first(state: torch.Tensor, case: Case) -> torch.Tensor:
+    """A state in the case's layout as `[N, HV, K, V]`."""
     return state.transpose(-1, -2) if case.v_first else state
 
 
 def v_first(state: torch.Tensor, case: Case) -> torch.Tensor:
+    """A state in the case's layout as `[N, HV, V, K]`."""
     return state if case.v_first else state.transpose(-1, -2)
 
 
@@ -111,10 +129,15 @@ def _poison(problem: Problem, fill: float | None) -> tuple[Poison, Problem]:
 
 
 def fresh_pool(
-    problem: Problem, slots: int | None = None, dtype: torch.dtype = torch.float32
+    problem: Problem, slots: int | None = None, dtype: torch.dtype | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A V-first pool of `slots` slots with NaN in those that no sequence owns, and the slot of each sequence."""
+    """A V-first pool of `slots` slots with NaN in those that no sequence owns, and the slot of each sequence.
+
+    dtype: fp32 unless given, fp64 in an fp64 call.
+    """
     case = problem.case
+    if dtype is None:
+        dtype = torch.float64 if problem.q.dtype == torch.float64 else torch.float32
     slots = 2 * case.N + 1 if slots is None else slots
     device = problem.q.device
     pool = torch.full((slots, case.HV, case.V, case.K), math.nan, dtype=dtype, device=device)
@@ -127,23 +150,11 @@ def run_prefill(
     problem: Problem, implementation: Any = None, *, fill: float | None = math.nan, **options: Any
 ) -> Quantities:
     """kda_prefill over a pool: `out` and the states that the pool then holds (K-first, as final_state)."""
-    from cula.kda import kda_prefill
-
     poison, p = _poison(problem, fill)
     base, index = fresh_pool(problem)
     pool = poison.tensor(base, "state_pool", writable=True)
-    out = kda_prefill(
-        p.q,
-        p.k,
-        p.v,
-        p.g,
-        p.beta,
-        cu_seqlens=p.cu_seqlens,
-        state_pool=pool,
-        read_indices=index,
-        **{"cp_mode": False, **p.serving_flags(), **options},
-        implementation=implementation,
-    )
+    slots = {"state_pool": pool, "read_indices": index, "cu_seqlens": p.cu_seqlens}
+    out = serve("kda_prefill", p, **slots, **{"cp_mode": False, **options}, implementation=implementation)
     poison.check()
     _untouched(pool, base, index)
     return {"o": out, "final_state": pool[index.long()].transpose(-1, -2)}
@@ -151,21 +162,11 @@ def run_prefill(
 
 def run_decode(problem: Problem, implementation: Any = None, *, fill: float | None = math.nan) -> Quantities:
     """kda_decode over the first tokens of an unpacked problem: outputs of all steps, states after the last."""
-    from cula.kda import kda_decode
-
     poison, p = _poison(problem, fill)
     base, index = fresh_pool(problem)
     pool = poison.tensor(base, "state_pool", writable=True)
-    steps = [
-        kda_decode(
-            *(x[:, t : t + 1] for x in (p.q, p.k, p.v, p.g, p.beta)),
-            state_pool=pool,
-            state_indices=index,
-            **p.serving_flags(),
-            implementation=implementation,
-        )
-        for t in range(p.case.T)
-    ]
+    slots = {"state_pool": pool, "state_indices": index, "implementation": implementation}
+    steps = [serve("kda_decode", p.tokens(t, t + 1), **slots) for t in range(p.case.T)]
     poison.check()
     _untouched(pool, base, index)
     return {"o": torch.cat(steps, 1), "final_state": pool[index.long()].transpose(-1, -2)}
@@ -173,24 +174,11 @@ def run_decode(problem: Problem, implementation: Any = None, *, fill: float | No
 
 def run_verify(problem: Problem, implementation: Any = None, *, fill: float | None = math.nan) -> Quantities:
     """kda_verify of a whole (short) problem: outputs, and the states it leaves with update_state."""
-    from cula.kda import kda_verify
-
     poison, p = _poison(problem, fill)
     base, index = fresh_pool(problem)
     pool = poison.tensor(base, "state_pool", writable=True)
-    out = kda_verify(
-        p.q,
-        p.k,
-        p.v,
-        p.g,
-        p.beta,
-        cu_seqlens=p.cu_seqlens,
-        state_pool=pool,
-        state_indices=index,
-        update_state=True,
-        **p.serving_flags(),
-        implementation=implementation,
-    )
+    slots = {"state_pool": pool, "state_indices": index, "update_state": True}
+    out = serve("kda_verify", p, cu_seqlens=p.cu_seqlens, **slots, implementation=implementation)
     poison.check()
     _untouched(pool, base, index)
     return {"o": out, "final_state": pool[index.long()].transpose(-1, -2)}
@@ -202,9 +190,7 @@ def run_gate(problem: Problem, *, fill: float | None = math.nan) -> Quantities:
 
     poison, p = _poison(problem, fill)
     kind = torch.float64 if p.g.dtype == torch.float64 else torch.float32
-    return _gate_gradients(
-        lambda g, a, b: fused_kda_gate(g, a, b, p.lower_bound, output_dtype=kind), p, poison, kind
-    )
+    return _gate_gradients(lambda g, a, b: fused_kda_gate(g, a, b, p.lower_bound, output_dtype=kind), p, poison, kind)
 
 
 def gate_reference(problem: Problem) -> Quantities:
@@ -275,12 +261,9 @@ def errors(problem: Problem, got: Quantities, truth: Quantities) -> dict[str, fl
     return {name: relative_error(x, truth[name], floor=floor[name]) for name, x in got.items()}
 
 
-def limits(problem: Problem, got: Quantities, *, pooled: bool = False) -> dict[str, float]:
-    """The tolerance of every quantity. `pooled`: states pass through an fp32 pool, also in an fp64 call."""
-    dtype, device = problem.q.dtype, problem.q.device.type
-    if pooled and dtype == torch.float64:
-        dtype = torch.float32
-    return {name: tolerance(name, dtype, device) for name in got}
+def limits(problem: Problem, got: Quantities) -> dict[str, float]:
+    """The tolerance of every quantity."""
+    return {name: tolerance(name, problem.q.dtype, problem.q.device.type) for name in got}
 
 
 def promised(case: Case, quantity: str) -> bool:

@@ -323,7 +323,7 @@ def parse_chunk(
     problem = KDAProblem(
         B, T, H, HV, K, V, N, dtype=dtype, gate_dtype=DTYPE_NAMES[g.dtype], beta_dtype=DTYPE_NAMES[beta.dtype],
         state_dtype="fp64" if dtype == "fp64" else "fp32", packed=sequences[0] is not None,
-        lengths=_lengths(bounds), gate=act.gate, lower_bound=act.lower_bound, has_A_log=act.A_log is not None,
+        lengths=lengths_of(bounds), gate=act.gate, lower_bound=act.lower_bound, has_A_log=act.A_log is not None,
         has_dt_bias=act.dt_bias is not None, beta_sigmoid=act.beta_sigmoid, neg_eigval=act.neg_eigval,
         l2norm=bool(l2norm), scale=scale, initial_state=initial_state is not None,
         final_state=bool(output_final_state), state_v_first=bool(state_v_first),
@@ -337,7 +337,8 @@ def parse_chunk(
     return problem, operands
 
 
-def _lengths(bounds: tuple[int, ...] | None) -> tuple[int, ...] | None:
+def lengths_of(bounds: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Tokens of each sequence from boundaries on the host."""
     return None if bounds is None else tuple(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from cula.ops.common.exact_matmul import exact_matmul
 from cula.ops.kda import activations as act
 from cula.ops.kda.chunk.eager import intra
 from cula.ops.kda.chunk.eager.forward import entry_state
 from cula.ops.kda.chunk.eager.layout import Group, Slab, SlabIndex, covers_all, groups, padded, steps_per_slab
-from cula.ops.kda.chunk.eager.numerics import exact_matmul
 from cula.ops.kda.chunk.eager.slab import Constants, Inputs, Prepared, Walk, constants, load, prepare, walk
 from cula.ops.kda.chunk.saved import Gradients, Saved
 from cula.ops.kda.problem import KDAProblem, Operands

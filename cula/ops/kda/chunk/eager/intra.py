@@ -66,6 +66,16 @@ def products(q: Tensor, k: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tenso
     return Aqk, Akk, P, R
 
 
+def suffix_decay(g: Tensor) -> Tensor:
+    """R `[n, C, K]` of `products` alone, by the same multiplications."""
+    P, s = g.exp(), 1
+    R = torch.ones_like(P)
+    while s < g.shape[1]:
+        grow(P, R, s)
+        s *= 2
+    return R
+
+
 def inverse(L: Tensor) -> Tensor:
     """(I + L)^-1 of strictly lower triangular L `[n, C, C]`, from the inverses of diagonal blocks of half the size."""
     n, C, _ = L.shape

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from cula.ops.kda.chunk.eager.intra import suffix_decay
 from cula.ops.kda.chunk.eager.layout import Group, Slab
 from cula.ops.kda.chunk.eager.slab import Inputs, Walk, advance, total_decay
+from cula.ops.kda.pools import scatter_rows, slot_ids
 from cula.ops.kda.problem import KDAProblem, Operands
 
 Tensor = torch.Tensor
-
-
-def slot_ids(indices: Tensor | None, count: int, slots: int, null_index: int, device: torch.device) -> Tensor:
-    """int64 slot of each row, -1 where it is null or out of range. No indices: row n uses slot n."""
-    if indices is None:
-        return torch.arange(count, device=device)
-    ids = indices.to(device=device, dtype=torch.int64)
-    return torch.where((ids == null_index) | (ids < 0) | (ids >= slots), -1, ids)
 
 
 def read(p: KDAProblem, x: Operands, group: Group, h: Tensor) -> None:
@@ -28,23 +22,6 @@ def read(p: KDAProblem, x: Operands, group: Group, h: Tensor) -> None:
         live &= x.has_initial_state.to(h.device)[members]
     states = x.state_pool.index_select(0, ids.clamp(min=0)).mT.to(h.dtype)
     h.copy_(torch.where(live[:, None, None, None], states, 0.0))
-
-
-def scatter_rows(pool: Tensor, ids: Tensor, values: Tensor) -> None:
-    """pool[ids[r]] = values[r] for every ids[r] >= 0, without reading ids on the host of a device tensor."""
-    if pool.device.type == "cpu":
-        keep = ids >= 0
-        pool.index_copy_(0, ids[keep], values[keep].to(pool.dtype))
-        return
-    if pool.shape[0] == 0:
-        return
-    # Null rows write what slot ids[first live row] gets anyway; with no live row, slot 0 gets itself.
-    live = ids >= 0
-    first = live.to(torch.int8).argmax()
-    target = torch.where(live, ids, ids[first].clamp(min=0))
-    spare = torch.where(live[first], values[first].to(pool.dtype), pool.select(0, 0))
-    rows = torch.where(live.view(-1, *[1] * (values.dim() - 1)), values.to(pool.dtype), spare)
-    pool.index_copy_(0, target, rows)
 
 
 class Writer:
@@ -113,15 +90,3 @@ def _state_after(inputs: Inputs, walked: Walk, heads: slice, tokens: int) -> Ten
     state = walked.h[heads].clone()
     advance(state, total_decay(g), k * suffix_decay(g), vn)
     return state
-
-
-def suffix_decay(g: Tensor) -> Tensor:
-    """R `[n, C, K]` of `intra.products`, by the same multiplications."""
-    from cula.ops.kda.chunk.eager.intra import grow
-
-    P, s = g.exp(), 1
-    R = torch.ones_like(P)
-    while s < g.shape[1]:
-        grow(P, R, s)
-        s *= 2
-    return R

@@ -1,0 +1,69 @@
+"""`cula bench --plot`: the medians of a run as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cula.bench.records import Record, is_ours, ratio
+from cula.bench.report import number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+OURS_COLOUR = "#1f4e8c"
+PEER_COLOURS = ("#c8501e", "#7a9a3a", "#8a6fb0", "#b08a2a")
+
+
+def bars(records: Sequence[Record], path: Path, title: str) -> None:
+    """Draw one panel per (op, case), a bar per gate and implementation, on a logarithmic axis of milliseconds.
+
+    Rows without a time are left out. ValueError where no row has one. The file appears whole or not at all.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    timed = [r for r in records if r.ms is not None]
+    if not timed:
+        raise ValueError("no row has a time, so there is nothing to plot")
+    panels = list(dict.fromkeys((r.op, r.case) for r in timed))
+    colours = _colours(timed)
+    counts = [sum((r.op, r.case) == panel for r in timed) for panel in panels]
+    figure = Figure(figsize=(9, 1.0 + 0.55 * len(panels) + 0.3 * sum(counts)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[c + 1.5 for c in counts])
+    for panel, ax in zip(panels, axes[:, 0]):
+        _panel(ax, [r for r in timed if (r.op, r.case) == panel], timed, colours)
+    figure.suptitle(title, fontsize=10)
+    fresh = path.with_name(path.name + ".tmp.png")
+    figure.savefig(fresh)
+    fresh.replace(path)
+
+
+def _colours(records: Sequence[Record]) -> dict[str, str]:
+    peers = list(dict.fromkeys(r.impl for r in records if not is_ours(r)))
+    return {
+        r.impl: OURS_COLOUR if is_ours(r) else PEER_COLOURS[peers.index(r.impl) % len(PEER_COLOURS)] for r in records
+    }
+
+
+def _panel(ax: Axes, rows: Sequence[Record], records: Sequence[Record], colours: dict[str, str]) -> None:
+    """One (op, case): bars from top to bottom in the order of `rows`, the floor as a dashed line."""
+    places = list(range(len(rows)))[::-1]
+    ax.barh(places, [r.ms for r in rows], color=[colours[r.impl] for r in rows], height=0.72)
+    for place, row in zip(places, rows):
+        ours = next((x for x in records if is_ours(x) and x.group == row.group), None)
+        times = None if is_ours(row) or ours is None else ratio(ours, row)
+        label = f" {number(row.ms)} ms" + (f", cula is {times:.2f}x as fast" if times else "")
+        ax.text(row.ms, place, label, va="center", fontsize=7.5)
+    ax.set_yticks(places, [f"{r.impl}, {r.gate}" for r in rows], fontsize=7.5)
+    ax.set_xscale("log")
+    floors = [r.floor_ms for r in rows if r.floor_ms]
+    smallest = min([r.ms for r in rows] + floors)
+    ax.set_xlim(0.6 * smallest, 12 * max(r.ms for r in rows))
+    if floors:
+        ax.axvline(max(floors), color="#555555", linestyle="--", linewidth=0.9)
+    ax.set_title(f"{rows[0].op} {rows[0].case} (ms, shorter is better; dashed: floor)", fontsize=8.5, loc="left")
+    ax.tick_params(axis="x", labelsize=7.5)
+    ax.grid(axis="x", alpha=0.3)

@@ -1,0 +1,216 @@
+"""fused_recurrent_kda, kda_decode, kda_verify: the public functions of the decode stage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cula.host.errors import NotSupportedError
+from cula.host.table import choose
+from cula.ops.kda.decode.parse import (
+    check_states_out,
+    check_write_indices,
+    parse_recurrent,
+    parse_serving,
+    refuse_drafts,
+)
+from cula.ops.kda.decode.policy import DECODE, RECURRENT, STAGES, VERIFY
+
+Tensor = torch.Tensor
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    implementation: Any = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention token by token: the arguments and returns of `chunk_kda`, no backward.
+
+    Args:
+        q, k: `[B, T, H, K]`; v: `[B, T, HV, V]`; g: `[B, T, HV, K]`; beta: `[B, T, HV]`.
+        initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` with `state_v_first`), fp32 (fp64 in fp64 calls).
+        The rest as `chunk_kda`.
+
+    Returns:
+        (o `[B, T, HV, V]` in q's dtype, final_state or None).
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, RangeError: an argument is wrong; nothing was touched.
+        NotSupportedError: the forced implementation refuses the call; says why. In the backward: names chunk_kda.
+    """
+    problem, x = parse_recurrent(
+        q, k, v, g, beta, scale=scale, initial_state=initial_state, final_state=output_final_state,
+        l2norm=use_qk_l2norm_in_kernel,
+        activation={
+            "raw_gate": use_gate_in_kernel, "beta_logits": use_beta_sigmoid_in_kernel,
+            "neg_eigval": allow_neg_eigval, "lower_bound": lower_bound, "A_log": A_log, "dt_bias": dt_bias,
+        },
+        state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    row = choose(STAGES[RECURRENT], problem, x.target, implementation_name(implementation, "fused_recurrent_kda"))
+    if not problem.grad:
+        return row.load()(problem, x)
+    tensors = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state)
+    return _ForwardOnly.apply(row, problem, x, *tensors)
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """Runs under autograd; asked for a gradient, it says which function has one."""
+
+    @staticmethod
+    def forward(ctx: Any, row: Any, problem: Any, x: Any, *tensors: Tensor | None) -> Any:
+        """Run the row."""
+        return row.load()(problem, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Refuse."""
+        raise NotSupportedError("fused_recurrent_kda has no backward; use chunk_kda for gradients")
+
+
+def implementation_name(implementation: Any, function: str) -> Any:
+    """A name, for functions that have no backward to name apart."""
+    if isinstance(implementation, dict):
+        raise NotSupportedError(f"{function} has no backward: implementation must be a name; got a dict")
+    from cula.host.table import check_name
+
+    return check_name(implementation)
+
+
+@torch.no_grad()
+def kda_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    state_pool: Tensor,
+    state_indices: Tensor,
+    write_indices: Tensor | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    gate_is_raw: bool = True,
+    beta_is_logits: bool = True,
+    normalize_qk: bool = True,
+    allow_neg_eigval: bool = False,
+    null_index: int = -1,
+    out: Tensor | None = None,
+    implementation: Any = None,
+) -> Tensor:
+    """One token for each of N sequences, states read and written in place in a pool; runs without grad.
+
+    Args:
+        q, k: `[N, 1, H, K]` or `[1, N, H, K]`; v: `[.., HV, V]`; g: `[.., HV, K]`; beta: `[.., HV]`, in the same form.
+        state_pool: `[slots, HV, V, K]` fp32 or bf16 (fp64 in fp64 calls), any slot stride, updated in place.
+        state_indices: `[N]` int32 or int64, any stride: the slot of each sequence; or `[N, S+1]` with
+            `num_accepted_tokens [N]` (1..S+1): column accepted - 1 is read, and `write_indices` is required.
+            A row that reads a null or out-of-range slot gives zeros and touches nothing.
+        write_indices: `[N]` slots that get the new states (default: those that were read); null is skipped.
+        A_log, dt_bias, lower_bound, gate_is_raw: the gate, as in `kda_prefill`; likewise scale, beta_is_logits,
+            normalize_qk, allow_neg_eigval, null_index, out, implementation.
+
+    Returns:
+        out, shaped like v.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, RangeError: an argument is wrong; nothing was touched.
+        NotSupportedError: the forced implementation refuses the call; says why.
+    """
+    problem, x = parse_serving(
+        q, k, v, g, beta, pool=state_pool, indices=state_indices, accepted=num_accepted_tokens, cu_seqlens=None,
+        one_token=True,
+        common={
+            "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound, "scale": scale,
+            "gate_is_raw": gate_is_raw, "beta_is_logits": beta_is_logits, "normalize_qk": normalize_qk,
+            "allow_neg_eigval": allow_neg_eigval, "null_index": null_index, "out": out,
+        },
+    )  # fmt: skip
+    check_write_indices(x, write_indices, problem.N)
+    x.update_state = True
+    row = choose(STAGES[DECODE], problem, x.target, implementation_name(implementation, "kda_decode"))
+    return row.load()(problem, x)
+
+
+@torch.no_grad()
+def kda_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    state_pool: Tensor,
+    state_indices: Tensor,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    states_out: Tensor | None = None,
+    states_out_indices: Tensor | None = None,
+    update_state: bool = False,
+    parent: Tensor | None = None,
+    rollback: Any = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    gate_is_raw: bool = True,
+    beta_is_logits: bool = True,
+    normalize_qk: bool = True,
+    allow_neg_eigval: bool = False,
+    null_index: int = -1,
+    out: Tensor | None = None,
+    implementation: Any = None,
+) -> Tensor:
+    """1 to 16 draft tokens for each of N sequences from the committed states; runs without grad.
+
+    Equals `kda_decode` token by token, in bits, on one implementation.
+
+    Args:
+        q, k, v, g, beta: `[N, T, ...]` as `kda_decode`, or packed `[1, total, ...]` with `cu_seqlens [N+1]`.
+        state_pool, state_indices, num_accepted_tokens: the state that is read, as `kda_decode`.
+        states_out: any pool `[slots, HV, V, K]` (`state_pool` too); states_out_indices: `[N, T]`, packed `[total]`:
+            the slot that gets the state after each token; null is skipped. The two go together.
+        update_state: also write the state after the last token to the slot that was read.
+        parent, rollback: tree drafts and rollback buffers, which no implementation has in this version.
+        The rest as `kda_decode`.
+
+    Returns:
+        out, shaped like v; rows after cu_seqlens[-1] are zero.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, RangeError: an argument is wrong; nothing was touched.
+        NotSupportedError: the forced implementation refuses the call; says why.
+    """
+    problem, x = parse_serving(
+        q, k, v, g, beta, pool=state_pool, indices=state_indices, accepted=num_accepted_tokens,
+        cu_seqlens=cu_seqlens, one_token=False,
+        common={
+            "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound, "scale": scale,
+            "gate_is_raw": gate_is_raw, "beta_is_logits": beta_is_logits, "normalize_qk": normalize_qk,
+            "allow_neg_eigval": allow_neg_eigval, "null_index": null_index, "out": out,
+        },
+    )  # fmt: skip
+    check_states_out(problem, x, states_out, states_out_indices, update_state)
+    refuse_drafts(parent, rollback, update_state)
+    row = choose(STAGES[VERIFY], problem, x.target, implementation_name(implementation, "kda_verify"))
+    return row.load()(problem, x)

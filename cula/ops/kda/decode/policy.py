@@ -1,0 +1,72 @@
+"""The implementation table of the decode stages (recurrent, decode, verify) and their choice. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+from cula.host.arch import Target
+from cula.host.table import Row, Rule
+
+RECURRENT = "recurrent"
+DECODE = "decode"
+VERIFY = "verify"
+
+
+@lru_cache(maxsize=1)
+def has_numba() -> bool:
+    """Numba can be imported here."""
+    return find_spec("numba") is not None
+
+
+def _rule(holds: Callable[[Any, Target], bool], reason: str) -> Rule:
+    return Rule(holds, reason)
+
+
+_NO_GRAD = _rule(lambda p, t: not p.grad, "has no backward for this function; use chunk_kda for gradients")
+_FUSED = (
+    _NO_GRAD,
+    _rule(lambda p, t: t.kind == "cpu", "(fused) needs a CPU, got {t.name}"),
+    _rule(lambda p, t: has_numba(), "(fused) needs numba; install cula[cpu]"),
+    _rule(lambda p, t: p.state_dtype in ("fp32", "fp64"), "(fused) needs an fp32 or fp64 state, got {p.state_dtype}"),
+)
+_STEPWISE = (
+    _NO_GRAD,
+    _rule(lambda p, t: t.kind != "meta", "needs tensors with values, got {t.kind} tensors"),
+)
+_LENGTHS = _rule(lambda p, t: p.host_lengths, "needs the sequence lengths on the host")
+
+
+def _rows(stage: str, extra: tuple[Rule, ...]) -> tuple[Row, ...]:
+    fused = Row(
+        name="eager",
+        mechanism="fused",
+        algorithm="kda",
+        stage=stage,
+        arch="CPU",
+        dsl="numba",
+        status="measured on CPU (x86-64, AVX-512)",
+        entry="cula.ops.kda.decode.eager.fused:run",
+        rules=(*_FUSED, *extra),
+    )
+    stepwise = Row(
+        name="eager",
+        mechanism="stepwise",
+        algorithm="kda",
+        stage=stage,
+        arch="any device",
+        dsl="torch",
+        status="measured on CPU (x86-64, AVX-512); not run on GPU",
+        entry="cula.ops.kda.decode.eager.stepwise:run",
+        rules=(*_STEPWISE, *extra),
+    )
+    return fused, stepwise
+
+
+STAGES: dict[str, Sequence[Row]] = {
+    RECURRENT: _rows(RECURRENT, (_LENGTHS,)),
+    DECODE: _rows(DECODE, ()),
+    VERIFY: _rows(VERIFY, ()),
+}
