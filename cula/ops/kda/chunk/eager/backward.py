@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from cula.ops.common.exact_matmul import exact_matmul
 from cula.ops.kda import activations as act
-from cula.ops.kda.chunk.eager import intra
 from cula.ops.kda.chunk.eager.forward import entry_state
+from cula.ops.kda.chunk.eager.intra import dot
 from cula.ops.kda.chunk.eager.layout import Group, Slab, SlabIndex, covers_all, groups, padded, steps_per_slab
 from cula.ops.kda.chunk.eager.slab import Constants, Inputs, Prepared, Walk, constants, load, prepare, walk
+from cula.ops.kda.chunk.eager.workspace import Workspace
 from cula.ops.kda.chunk.saved import Gradients, Saved
 from cula.ops.kda.problem import KDAProblem, Operands
 
@@ -27,7 +30,7 @@ class _Backward:
 
     def __init__(self, p: KDAProblem, x: Operands, do: Tensor, dht: Tensor | None) -> None:
         self.p, self.x, self.do, self.dht = p, x, do, dht
-        self.const: Constants = constants(p, x, padded(p.K))
+        self.const: Constants = constants(p, x, backward=True)
         make = torch.empty_like if covers_all(p) else torch.zeros_like
         self.out = Gradients(
             *(make(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v, x.g, x.beta))
@@ -63,8 +66,9 @@ class _Backward:
         result = []
         for slab in slabs:
             result.append(h.clone())
-            prep = prepare(load(p, x, self.const, SlabIndex(slab, x.q.device)))
-            walk(prep, h, slab.active, p.HV, keep_h=False)
+            inputs = load(p, x, self.const, SlabIndex(slab, x.q.device))
+            prep = prepare(self.const, inputs)
+            walk(self.const.ws, inputs, prep, h, slab.active, p.HV, keep_h=False)
         return result
 
     def group(self, group: Group, slabs: list[Slab], entries: list[Tensor]) -> None:
@@ -86,15 +90,14 @@ class _Backward:
 
     def slab(self, slab: Slab, h: Tensor, dh: Tensor) -> None:
         """Recompute a slab from its entry states h, then walk dh through it and store the inputs' gradients."""
-        p = self.p
+        p, ws = self.p, self.const.ws
         index = SlabIndex(slab, self.do.device)
-        x = load(p, self.x, self.const, index, keep=True)
-        prep = prepare(x)
-        walked = walk(prep, h, slab.active, p.HV, keep_h=True)
-        do = index.gather(self.do, self.const.dtype)
-        dinter, dkg, dtotal = walk_back(prep, walked, do, dh, slab.active, p.HV)
-        dq, dk, dv, dg, dbeta = chunk_gradients(x, prep, walked, do, dinter, dkg, dtotal)
-        self.store(index, x, dq, dk, dv, dg, dbeta)
+        x = load(p, self.x, self.const, index)
+        prep = prepare(self.const, x)
+        walked = walk(ws, x, prep, h, slab.active, p.HV, keep_h=True)
+        do = index.gather(self.do, ws("do", *x.v.shape))
+        back = walk_back(ws, x, prep, walked, do, dh, slab.active, p.HV)
+        self.store(index, x, *chunk_gradients(ws, x, prep, walked, do, back))
 
     def store(self, index: SlabIndex, x: Inputs, dq: Tensor, dk: Tensor, dv: Tensor, dg: Tensor, dbeta: Tensor) -> None:
         """Through the activations, then from chunks back to tokens."""
@@ -125,55 +128,60 @@ class _Backward:
         index.scatter(self.out.beta.unsqueeze(-1), dbeta)
 
 
-def walk_back(
-    prep: Prepared, walked: Walk, do: Tensor, dh: Tensor, active: tuple[int, ...], heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Carry dh back through the slab, in place.
+@dataclass
+class WalkBack:
+    """What the reverse walk leaves for the chunks: all `[n, ...]`."""
 
-    Returns dinter `[n, 2C, V]` (minus the gradient of v_new, above do), dkg `[n, C, K]`, dtotal `[n, K]`
-    (gradient of the log of the chunk's total decay).
-    """
-    n, C2, K = prep.wq.shape
+    dx: Tensor  # gradient of x = beta (v - k P h)  [n, C, V]
+    dseen: Tensor  # - beta dx above do: gradient of [k P; q P] h  [n, 2C, V]
+    dkg: Tensor  # [n, C, K]
+    dtotal: Tensor  # gradient of the log of the chunk's total decay  [n, K]
+
+
+def walk_back(
+    ws: Workspace, x: Inputs, prep: Prepared, walked: Walk, do: Tensor, dh: Tensor, active: tuple[int, ...], heads: int
+) -> WalkBack:
+    """Carry dh `[sequences * heads, K, V]` back through the slab, in place."""
+    n, C2, K = prep.kq.shape
     C, V = C2 // 2, do.shape[2]
-    dinter = torch.empty(n, C2, V, dtype=do.dtype, device=do.device)
-    dinter[:, C:] = do
-    torch.bmm(prep.Aqk.mT, do, out=dinter[:, :C])
-    dkg = torch.empty(n, C, K, dtype=do.dtype, device=do.device)
-    dtotal = torch.empty(n, K, dtype=do.dtype, device=do.device)
+    dvn = torch.bmm(prep.Aqk.mT, do, out=ws("dvn", n, C, V))
+    back = WalkBack(ws("dx", n, C, V), ws("dseen", n, C2, V), ws("dkg", n, C, K), ws("dtotal", n, K))
+    back.dseen[:, C:] = do
     stop = n
     for count in reversed(active):
         m = count * heads
         now = slice(stop - m, stop)
         state = dh[:m]
-        torch.bmm(walked.vn[now], state.mT, out=dkg[now])
-        torch.mul(torch.linalg.vecdot(walked.h[now], state), prep.total[now].squeeze(-1), out=dtotal[now])
-        dvn = dinter[now, :C]
-        dvn.baddbmm_(prep.kg[now], state).neg_()
-        state.mul_(prep.total[now]).baddbmm_(prep.wq[now].mT, dinter[now])
+        torch.bmm(walked.vn[now], state.mT, out=back.dkg[now])
+        back.dtotal[now] = dot(ws, walked.h[now], state)
+        dvn[now].baddbmm_(prep.kg[now], state)
+        dx = torch.bmm(prep.A[now].mT, dvn[now], out=back.dx[now])
+        torch.mul(dx, x.beta[now], out=back.dseen[now, :C]).neg_()
+        state.mul_(prep.total[now]).baddbmm_(prep.kq[now].mT, back.dseen[now])
         stop -= m
-    return dinter, dkg, dtotal
+    back.dtotal.mul_(prep.total.squeeze(-1))
+    return back
 
 
 def chunk_gradients(
-    x: Inputs, prep: Prepared, walked: Walk, do: Tensor, dinter: Tensor, dkg: Tensor, dtotal: Tensor
+    ws: Workspace, x: Inputs, prep: Prepared, walked: Walk, do: Tensor, back: WalkBack
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(dq of the scaled q, dk, dv, dg, dbeta) of finished inputs, all chunks of the slab at once."""
     n, C, K = x.q.shape
-    dwq = torch.bmm(dinter, walked.h.mT)  # dw above d(qP)
-    dqP = dwq[:, C:]
-    dAqk = torch.bmm(do, walked.vn.mT)
-    dY = torch.cat((dwq[:, :C], dinter[:, :C].neg()), 2)
-    dX = torch.bmm(prep.A.mT, dY)
-    dL = torch.bmm(dX, prep.wu.mT).neg_().tril_(-1)
-    kP = x.k * prep.P
-    dbeta = torch.linalg.vecdot(dL, prep.Akk).unsqueeze(-1)
-    dbeta += (torch.linalg.vecdot(dX[:, :, :K], kP) + torch.linalg.vecdot(dX[:, :, K:], x.v)).unsqueeze(-1)
-    dX.mul_(x.beta)
-    dkP, dv = dX[:, :, :K], dX[:, :, K:]
-    dq = dqP * prep.P
-    dk = torch.addcmul(dkP * prep.P, dkg, prep.R)
-    dP = (prep.wq[:, C:] * dqP).addcmul_(kP, dkP)
-    dP[:, -1].add_(dtotal)
-    dR = prep.kg * dkg
-    dg = intra.products_backward(x.q, x.k, prep.decay, dAqk, dL.mul_(x.beta), dq, dk, dP, dR)
+    dkq = torch.bmm(back.dseen, walked.h.mT, out=ws("dkq", n, 2 * C, K))  # d(k P) above d(q P)
+    dkP, dqP = dkq[:, :C], dkq[:, C:]
+    dAqk = torch.bmm(do, walked.vn.mT, out=ws("dAqk", n, C, C))
+    dL = torch.bmm(back.dx, walked.vn.mT, out=ws("dL", n, C, C)).neg_().tril_(-1)
+    # x = beta * e with e = v - k P h: dbeta = <dx, e>, and e comes back from v_new without a division.
+    seen = torch.bmm(prep.kq[:, :C], walked.h, out=ws("dvn", n, C, back.dx.shape[2]))
+    error = torch.sub(x.v, seen, out=seen)
+    dbeta = (dot(ws, back.dx, error) + (dL * prep.intra.Akk).sum(-1)).unsqueeze(-1)
+    dv = torch.neg(back.dseen[:, :C], out=ws("dv", *x.v.shape))
+    dq = torch.mul(dqP, prep.intra.P, out=ws("dq", n, C, K))
+    dk = torch.mul(dkP, prep.intra.P, out=ws("dk", n, C, K)).addcmul_(back.dkg, prep.intra.R)
+    both = dkq.mul_(prep.kq)
+    dP = torch.add(both[:, :C], both[:, C:], out=ws("dP", n, C, K))
+    dP[:, -1].add_(back.dtotal)
+    dR = torch.mul(prep.kg, back.dkg, out=ws("dR", n, C, K))
+    dg = prep.intra.backward((dAqk, dL.mul_(x.beta)), dq, dk, dP, dR)
     return dq, dk, dv, dg, dbeta

@@ -24,7 +24,7 @@ def _run(p: KDAProblem, x: Operands) -> ForwardResult:
     o = x.out if x.out is not None else make(x.v, memory_format=torch.contiguous_format)
     if x.out is not None and not covers_all(p):
         o[:, x.boundaries[-1] :] = 0.0
-    const = constants(p, x, padded(p.K))
+    const = constants(p, x)
     final = _state_tensor(p, x) if p.final_state else None
     writer = pools.Writer(p, x) if p.pool or p.checkpoint_every else None
     snapshots = _Snapshots(p, x) if p.intermediate_states else None
@@ -36,9 +36,9 @@ def _run(p: KDAProblem, x: Operands) -> ForwardResult:
                 entries.append(h.clone())
             index = SlabIndex(slab, x.q.device)
             inputs = load(p, x, const, index)
-            prep = prepare(inputs)
+            prep = prepare(const, inputs)
             keep = snapshots is not None or (writer is not None and writer.checkpoints_in(slab))
-            walked = walk(prep, h, slab.active, p.HV, keep_h=keep)
+            walked = walk(const.ws, inputs, prep, h, slab.active, p.HV, keep_h=keep)
             index.scatter(o, output(prep, walked))
             if snapshots is not None:
                 snapshots.take(slab, walked.h)

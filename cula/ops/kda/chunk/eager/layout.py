@@ -18,8 +18,8 @@ from cula.ops.kda.problem import KDAProblem
 
 Tensor = torch.Tensor
 
-#: chunk-heads of 64 tokens in one slab: measured best on two cores with 1 MiB of L2 each.
-SLAB_CHUNK_HEADS = 32
+#: Elements of one [n, C, K] tensor of a slab: 16 chunks of 64 x 128, measured best on two cores with 1 MiB of L2.
+SLAB_ELEMENTS = 16 * 64 * 128
 
 
 def padded(size: int) -> int:
@@ -68,8 +68,8 @@ class Group:
 
 
 def groups(p: KDAProblem, boundaries: tuple[int, ...] | None) -> list[Group]:
-    """Cut the batch into groups of at most SLAB_CHUNK_HEADS chunk-heads a step."""
-    size = max(1, _budget(p) // p.HV)
+    """Cut the batch into groups of about a slab's worth of chunk-heads a step."""
+    size = max(1, slab_chunk_heads(p) // p.HV)
     if boundaries is None:
         return [
             Group(ids, (0,) * len(ids), (p.T,) * len(ids), True, True, p.chunk_size)
@@ -87,11 +87,12 @@ def groups(p: KDAProblem, boundaries: tuple[int, ...] | None) -> list[Group]:
 
 def steps_per_slab(p: KDAProblem, group: Group) -> int:
     """Steps that fill a slab."""
-    return max(1, _budget(p) // (p.HV * max(1, len(group.ids))))
+    return max(1, slab_chunk_heads(p) // (p.HV * max(1, len(group.ids))))
 
 
-def _budget(p: KDAProblem) -> int:
-    return SLAB_CHUNK_HEADS * (64 // p.chunk_size)
+def slab_chunk_heads(p: KDAProblem) -> int:
+    """Chunk-heads that a slab should hold."""
+    return max(1, 2 * SLAB_ELEMENTS // (p.chunk_size * (padded(p.K) + padded(p.V))))
 
 
 def covers_all(p: KDAProblem) -> bool:
@@ -152,20 +153,21 @@ class SlabIndex:
             start = (first + full) * self.C
             yield tokens[:, start : start + self.tail], chunks[full, :, : self.tail]
 
-    def gather(self, x: Tensor, dtype: torch.dtype, group: int = 1) -> Tensor:
-        """`[n, C, D]` from `[B, T, heads, D]`, each head repeated `group` times, zero where there is no token."""
+    def gather(self, x: Tensor, out: Tensor, group: int = 1) -> Tensor:
+        """Fill `out` `[n, C, Dp]` from `[B, T, heads, D]`, each head repeated `group` times, zero elsewhere."""
         heads, D = x.shape[2:]
-        chunks, Dp = self.slab.chunks, padded(D)
-        make = torch.zeros if self.pad is not None or Dp != D else torch.empty
-        out = make(chunks, heads, group, self.C, Dp, dtype=dtype, device=x.device)
-        view = out.permute(0, 3, 1, 2, 4)[..., :D]  # [chunks, C, heads, group, D]
+        chunks, Dp = self.slab.chunks, out.shape[2]
+        if self.pad is not None or Dp != D:
+            out.zero_()
+        view = out.view(chunks, heads, group, self.C, Dp).permute(0, 3, 1, 2, 4)[..., :D]
         if self.group.uniform:
             view = view.unflatten(0, (self.slab.last - self.slab.first, len(self.group.ids)))
             for tokens, part in self._pieces(self._view(x), view):
                 part.copy_(tokens.unsqueeze(-2))
         else:
-            view[self.places] = x[0].index_select(0, self.rows).to(dtype).unsqueeze(-2).expand(-1, -1, group, -1)
-        return out.view(chunks * heads * group, self.C, Dp)
+            rows = x[0].index_select(0, self.rows).to(out.dtype)
+            view[self.places] = rows.unsqueeze(-2).expand(-1, -1, group, -1)
+        return out
 
     def scatter(self, out: Tensor, x: Tensor) -> None:
         """Write `x` `[n, C, Dp]` to the tokens of `out` `[B, T, heads, D]`."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from cula.ops.kda import activations as act
-from cula.ops.kda.chunk.eager import intra
-from cula.ops.kda.chunk.eager.layout import SlabIndex
+from cula.ops.kda.chunk.eager.intra import Intra, dot
+from cula.ops.kda.chunk.eager.layout import SlabIndex, padded, slab_chunk_heads
+from cula.ops.kda.chunk.eager.workspace import Workspace
 from cula.ops.kda.problem import KDAProblem, Operands
 
 Tensor = torch.Tensor
@@ -16,21 +17,41 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Constants:
-    """Per-head constants in the compute dtype: a = exp(A_log) `[HV,1,1]`, bias = dt_bias `[HV,1,Kp]`, or None."""
+    """Made once a call: a = exp(A_log) `[HV,1,1]`, bias = dt_bias `[HV,1,Kp]`, or None; and the workspace."""
 
     dtype: torch.dtype
     a: Tensor | None
     bias: Tensor | None
+    ws: Workspace
+    intras: dict[tuple[int, int, int], Intra] = field(default_factory=dict)
+
+    def intra(self, n: int, C: int, K: int) -> Intra:
+        """The intra-chunk products of slabs of this size, their views made once."""
+        if (n, C, K) not in self.intras:
+            self.intras[n, C, K] = Intra(self.ws, n, C, K)
+        return self.intras[n, C, K]
 
 
-def constants(p: KDAProblem, x: Operands, Kp: int) -> Constants:
-    """The call's constants, made once."""
+def constants(p: KDAProblem, x: Operands, *, backward: bool = False) -> Constants:
+    """The call's constants in the compute dtype."""
     dtype = torch.float64 if p.dtype == "fp64" else torch.float32
     a = None if x.A_log is None else x.A_log.to(dtype).exp().view(-1, 1, 1)
     bias = None
     if x.dt_bias is not None:
+        Kp = padded(p.K)
         bias = torch.nn.functional.pad(x.dt_bias.to(dtype), (0, Kp - p.K)).view(p.HV, 1, Kp)
-    return Constants(dtype, a, bias)
+    return Constants(dtype, a, bias, Workspace(dtype, x.q.device, scratch_elements(p, backward=backward)))
+
+
+def scratch_elements(p: KDAProblem, *, backward: bool) -> int:
+    """Elements of all named buffers of a slab of the usual size; a larger slab finds memory of its own."""
+    K, V, C = padded(p.K), padded(p.V), p.chunk_size
+    row = 12 * K + 4 * V + 5 * C
+    if backward:
+        row += 15 * K + 7 * V + 2 * C + -(-K * V // C)
+    heads = p.HV * max(1, slab_chunk_heads(p) // p.HV)
+    tokens = p.HV * (p.T if p.packed else p.B * p.T) + p.N * p.HV * C
+    return min(heads * C, tokens) * row + 64 * 64
 
 
 @dataclass
@@ -42,66 +63,64 @@ class Inputs:
     v: Tensor
     g: Tensor
     beta: Tensor  # [n, C, 1]
-    raw_g: Tensor | None = None
-    raw_beta: Tensor | None = None
+    raw_g: Tensor
+    raw_beta: Tensor
     q_rstd: Tensor | None = None
     k_rstd: Tensor | None = None
 
 
-def load(p: KDAProblem, x: Operands, const: Constants, index: SlabIndex, *, keep: bool = False) -> Inputs:
-    """Gather and activate a slab's inputs; `keep` holds on to the raw gate and beta and the norms."""
-    G, dtype = p.HV // p.H, const.dtype
-    q, k = index.gather(x.q, dtype, G), index.gather(x.k, dtype, G)
+def load(p: KDAProblem, x: Operands, const: Constants, index: SlabIndex) -> Inputs:
+    """Gather and activate a slab's inputs."""
+    ws, C = const.ws, p.chunk_size
+    n, Kp, Vp = index.slab.chunks * p.HV, padded(p.K), padded(p.V)
+    q = index.gather(x.q, ws("q", n, C, Kp), p.HV // p.H)
+    k = index.gather(x.k, ws("k", n, C, Kp), p.HV // p.H)
+    v = index.gather(x.v, ws("v", n, C, Vp))
+    g = raw_g = index.gather(x.g, ws("g", n, C, Kp))
+    beta = raw_beta = index.gather(x.beta.unsqueeze(-1), ws("beta", n, C, 1))
     q_rstd = k_rstd = None
     if p.l2norm:
-        (q, q_rstd), (k, k_rstd) = act.l2norm(q), act.l2norm(k)
-    q.mul_(p.scale)
-    v = index.gather(x.v, dtype)
-    g = raw_g = index.gather(x.g, dtype)
+        q_rstd, k_rstd = (dot(ws, y, y).add_(act.L2NORM_EPS).rsqrt_().unsqueeze(-1) for y in (q, k))
+        k.mul_(k_rstd)
+        q.mul_(q_rstd * p.scale)
+    else:
+        q.mul_(p.scale)
     if p.gate != "finished":
-        heads = raw_g.view(-1, p.HV, *raw_g.shape[1:])
+        heads = raw_g.view(-1, p.HV, C, Kp)
         g = act.gate(heads, const.a, const.bias, p.lower_bound).view_as(raw_g)
-        if g.shape[-1] != p.K:
+        if Kp != p.K:
             g[..., p.K :] = 0.0
         index.zero_padding(g, p.HV)
-    beta = raw_beta = index.gather(x.beta.unsqueeze(-1), dtype)[..., :1]
     if p.beta_sigmoid:
         beta = act.beta(raw_beta, p.neg_eigval)
-    inputs = Inputs(q, k, v, g, beta)
-    if keep:
-        inputs.raw_g, inputs.raw_beta, inputs.q_rstd, inputs.k_rstd = raw_g, raw_beta, q_rstd, k_rstd
-    return inputs
+    return Inputs(q, k, v, g, beta, raw_g, raw_beta, q_rstd, k_rstd)
 
 
 @dataclass
 class Prepared:
-    """What the chunks of a slab need beyond the state: all `[n, ...]`, see `intra` for Aqk, Akk, P and R."""
+    """What the chunks of a slab need beyond the state: all `[n, ...]`, see `Intra` for Aqk, Akk, A, P and R."""
 
-    decay: Tensor  # exp(g) [n, C, K]
+    intra: Intra
     total: Tensor  # exp(sum of g) [n, K, 1]
     Aqk: Tensor
-    Akk: Tensor
-    A: Tensor  # (I + beta Akk)^-1
-    P: Tensor
-    R: Tensor
-    wu: Tensor  # A [beta k P | beta v]  [n, C, K + V]
-    wq: Tensor  # w above q P  [n, 2C, K]
+    A: Tensor
+    kq: Tensor  # k P above q P  [n, 2C, K]
     kg: Tensor  # k R  [n, C, K]
 
 
-def prepare(x: Inputs) -> Prepared:
+def prepare(const: Constants, x: Inputs) -> Prepared:
     """Everything that does not touch the state."""
     n, C, K = x.q.shape
-    decay = x.g.exp()
-    Aqk, Akk, P, R = intra.products(x.q, x.k, decay)
-    A = intra.inverse(x.beta * Akk)
-    right = torch.cat((x.k * P, x.v), 2).mul_(x.beta)
-    wu = torch.bmm(A, right)
-    wq = torch.empty(n, 2 * C, K, dtype=decay.dtype, device=decay.device)
-    wq[:, :C] = wu[:, :, :K]
-    torch.mul(x.q, P, out=wq[:, C:])
-    total = total_decay(x.g)
-    return Prepared(decay, total, Aqk, Akk, A, P, R, wu, wq, x.k * R)
+    ws, intra = const.ws, const.intra(n, C, K)
+    torch.exp(x.g, out=intra.decay)
+    intra.products()
+    torch.mul(x.beta, intra.Akk, out=intra.L)
+    intra.inverse()
+    kq = ws("kq", n, 2 * C, K)
+    torch.mul(x.k, intra.P, out=kq[:, :C])
+    torch.mul(x.q, intra.P, out=kq[:, C:])
+    kg = torch.mul(x.k, intra.R, out=ws("kg", n, C, K))
+    return Prepared(intra, total_decay(x.g), intra.Aqk, intra.A, kq, kg)
 
 
 def total_decay(g: Tensor) -> Tensor:
@@ -123,13 +142,17 @@ class Walk:
     h: Tensor | None  # [n, K, V]
 
 
-def walk(prep: Prepared, h: Tensor, active: tuple[int, ...], heads: int, *, keep_h: bool) -> Walk:
-    """Carry the states h `[sequences * heads, K, V]` through the slab, in place, step by step."""
-    n, C2, K = prep.wq.shape
+def walk(
+    ws: Workspace, x: Inputs, prep: Prepared, h: Tensor, active: tuple[int, ...], heads: int, *, keep_h: bool
+) -> Walk:
+    """Carry the states h `[sequences * heads, K, V]` through the slab, in place, step by step.
+
+    v_new = A (beta (v - k P h)), the inter-chunk output is q P h.
+    """
+    n, C2, K = prep.kq.shape
     C, V = C2 // 2, h.shape[2]
-    out = torch.empty(n, C2, V, dtype=h.dtype, device=h.device)  # v_new above q P h
-    kept = torch.empty(n, K, V, dtype=h.dtype, device=h.device) if keep_h else None
-    u = prep.wu[:, :, K:]
+    vn, inter = ws("vn", n, C, V), ws("inter", n, C, V)
+    kept = ws("h", n, K, V) if keep_h else None
     start = 0
     for count in active:
         m = count * heads
@@ -137,14 +160,15 @@ def walk(prep: Prepared, h: Tensor, active: tuple[int, ...], heads: int, *, keep
         state = h[:m]
         if kept is not None:
             kept[now] = state
-        torch.bmm(prep.wq[now], state, out=out[now])
-        vn = out[now, :C]
-        torch.sub(u[now], vn, out=vn)
-        advance(state, prep.total[now], prep.kg[now], vn)
+        seen = torch.bmm(prep.kq[now], state, out=ws("seen", m, C2, V))
+        inter[now] = seen[:, C:]
+        write = torch.sub(x.v[now], seen[:, :C], out=ws("write", m, C, V)).mul_(x.beta[now])
+        new = torch.bmm(prep.A[now], write, out=vn[now])
+        advance(state, prep.total[now], prep.kg[now], new)
         start += m
-    return Walk(out[:, :C], out[:, C:], kept)
+    return Walk(vn, inter, kept)
 
 
 def output(prep: Prepared, walked: Walk) -> Tensor:
-    """o `[n, C, V]` of the slab."""
-    return torch.baddbmm(walked.inter, prep.Aqk, walked.vn)
+    """o `[n, C, V]` of the slab (in the memory of `walked.inter`)."""
+    return walked.inter.baddbmm_(prep.Aqk, walked.vn)
