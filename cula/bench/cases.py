@@ -77,6 +77,11 @@ class Case:
         return tuple(i % self.buffers for i in range(calls))
 
     @property
+    def from_memory(self) -> bool:
+        """Whether the copy rate bounds the row: a decode row that repeats one state finds it in cache."""
+        return not self.decodes or self.buffers > 1
+
+    @property
     def rows(self) -> int:
         """Tokens of all sequences together."""
         return self.N * self.tokens if self.decodes else self.B * self.T

@@ -114,6 +114,7 @@ def peak_of(case: Case, gate: str, implementation: Implementation, threads: int)
     arguments = inputs.bytes
     if case.op == "kda_train":
         arguments += inputs.do.numel() * inputs.do.element_size()
+    _release_freed()
     run = implementation.run(case, inputs, threads)
     _release_freed()
     if _reset_mark():

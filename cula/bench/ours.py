@@ -37,6 +37,22 @@ class Cula:
         """Nothing is refused beforehand: what the call raises is what the row says."""
         return None
 
+    def mechanism(self, case: Case) -> str | None:
+        """What `cula.explain` says would run, such as "fused, numba"; with several stages, each distinct one."""
+        import cula
+
+        explanation = cula.explain(
+            "kda_decode" if case.decodes else "chunk_kda", device=case.device, B=case.N if case.decodes else case.B,
+            T=case.tokens if case.decodes else case.T, H=case.H, HV=case.value_heads, K=case.K, V=case.value_dim,
+            lengths=case.lengths or None, dtype=case.dtype, grad=case.op == "kda_train",
+        )  # fmt: skip
+        accepted = [
+            next((v.row for v in verdicts if v.reason is None and self.implementation in (None, v.row.name)), None)
+            for _, verdicts in explanation.stages
+        ]
+        names = [f"{row.mechanism}, {row.dsl}" for row in accepted if row is not None]
+        return "; ".join(dict.fromkeys(names)) or None
+
     def run(self, case: Case, inputs: Inputs, threads: int) -> Run:
         """Threads are torch's, which are set for the whole process."""
         if case.decodes:
@@ -61,7 +77,6 @@ class Cula:
         turns = [slots[j] for j in case.turns]
         out = torch.empty_like(inputs.v)
         flags = {"gate_is_raw": False, "beta_is_logits": False, "normalize_qk": False}
-        held: dict[str, torch.Tensor] = {}
 
         def call(indices: torch.Tensor) -> None:
             kda_decode(
@@ -71,11 +86,12 @@ class Cula:
 
         def first() -> None:
             call(slots[0])
-            held["o"] = out.clone()
-            held["final_state"] = pool[: case.N].transpose(-1, -2).clone()
 
         def step() -> None:
             for indices in turns:
                 call(indices)
 
-        return Run(step=step, outputs=lambda: held, calls=len(turns), first=first, repeatable=False)
+        def outputs() -> dict[str, torch.Tensor]:
+            return {"o": out, "final_state": pool[: case.N].transpose(-1, -2)}
+
+        return Run(step=step, outputs=outputs, calls=len(turns), first=first, repeatable=False)

@@ -46,6 +46,10 @@ class _Package:
         except PackageNotFoundError:
             return None
 
+    def mechanism(self, case: Case) -> str | None:
+        """A peer has one way."""
+        return None
+
 
 class Ggml(_Package):
     """ggml_gated_delta_net, computed by ggml's own threads; the graph is built and planned once, outside the time."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BUSY = 0.35
 
 COLUMNS = (
-    "gate", "impl", "ms", "least", "x floor", "error", "cula's speed", "bar", "peak MB", "x inputs", "bar",
+    "gate", "impl", "ms", "least", "x floor", "error", "cula's speed", "by least", "bar", "peak MB", "x inputs", "bar",
 )  # fmt: skip
 
 
@@ -72,22 +72,28 @@ def cells(record: Record, records: Sequence[Record]) -> list[str]:
     answers = {what: (value, bar, met) for row, what, value, bar, met in verdicts(records) if row is record}
     error = "" if record.error is None else f"{record.error:.0e}"
     if record.ms is None:
-        return [record.impl, record.reason or "not timed", "", "", error, "", "", "", "", ""]
+        return [label(record), record.reason or "not timed", "", "", error, "", "", "", "", "", ""]
     ours = next((x for x in records if is_ours(x) and x.group == record.group), None)
     times = None if is_ours(record) or ours is None else ratio(ours, record)
     speed, memory = answers.get("speed"), answers.get("memory")
     return [
-        record.impl,
+        label(record),
         number(record.ms),
         number(record.ms_least),
         f"{1 / record.fraction_of_copy:.1f}" if record.fraction_of_copy else "",
         error,
         f"{times:.2f}x" if times is not None else "",
+        f"{record.ms_least / ours.ms_least:.2f}x" if times and record.ms_least and ours.ms_least else "",
         f">= {speed[1]:g}x {word(speed[2])}" if speed else "",
         f"{record.peak_bytes / 1e6:.0f}" if record.peak_bytes else "",
         f"{record.peak_ratio:.1f}" if record.peak_ratio else "",
         f"<= {memory[1]:g} {word(memory[2])}" if memory else "",
     ]
+
+
+def label(record: Record) -> str:
+    """The implementation, and which of its ways ran where it has several."""
+    return f"{record.impl} ({record.mechanism})" if record.mechanism else record.impl
 
 
 def word(met: bool) -> str:
@@ -113,6 +119,6 @@ def header(facts: Facts, rounds: int, instructions: Sequence[str] = ()) -> list[
     if instructions:
         lines.append(f"ggml was built for {', '.join(instructions)}")
     if facts.load is not None and facts.load > BUSY * facts.cores:
-        lines.append(f"the machine was busy before the run (load {facts.load:.1f}): expect noise, trust ratios only")
+        lines.append(f"the machine was busy before the run (load {facts.load:.1f}): neither times nor ratios mean much")
     lines.append(f"medians of {rounds} interleaved rounds; q and k normalised, gate and beta finished beforehand")
     return lines

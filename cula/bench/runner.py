@@ -153,10 +153,11 @@ def _record(
         reason=entry.reason,
         ms_least=timing.least if timing else None, ms_most=timing.most if timing else None,
         rounds=len(timing.samples) if timing else 0, calls=entry.run.calls if entry.run else 1,
-        fraction_of_copy=rates["floor_ms"] / timing.ms if timing else None, **rates,
+        fraction_of_copy=rates["floor_ms"] / timing.ms if timing and rates["floor_ms"] else None, **rates,
         peak_bytes=peak.bytes if peak else None, peak_method=peak.method if peak else None,
         input_bytes=inputs.bytes,
         dtype=case.dtype, state_dtype=case.state_dtype, tokens=case.tokens, head_dim=case.K, buffers=case.buffers,
+        mechanism=entry.implementation.mechanism(case),
         impl_version=entry.implementation.version(),
         device=facts.device, cpu=facts.cpu, threads=facts.threads,
         load=facts.load, flags=facts.flags, python=facts.python,
@@ -171,7 +172,7 @@ def _rates(case: Case, timings: dict[str, Timing]) -> dict[str, float | None]:
     copy = 2 * COPY_BYTES / (1e-3 * timings[COPY].ms)
     matmul = 2 * MATMUL_SIZE**3 / (1e-3 * timings[MATMUL].ms)
     return {
-        "floor_ms": 1e3 * case.moved_bytes / copy,
+        "floor_ms": 1e3 * case.moved_bytes / copy if case.from_memory else None,
         "ceiling_ms": 1e3 * case.forward_flop / matmul if case.op == "kda_prefill" else None,
         "limit_ms": timings[LIMIT].ms if LIMIT in timings else None,
         "copy_gb_s": copy / 1e9,

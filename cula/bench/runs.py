@@ -51,6 +51,10 @@ class Implementation(Protocol):
         """Why this implementation has no run for `case`, None where it has one."""
         ...
 
+    def mechanism(self, case: Case) -> str | None:
+        """Which of its own ways it takes for `case`, None where there is one way only."""
+        ...
+
     def run(self, case: Case, inputs: Inputs, threads: int) -> Run:
         """Bind `inputs`; the call itself is left to `Run.step`."""
         ...

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cula.bench.records import Record, is_ours, newest, ratio, read
-from cula.bench.report import number, verdicts, word
+from cula.bench.report import label, number, verdicts, word
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
@@ -72,7 +72,7 @@ def _ground(record: Record) -> str:
 
 def _line(record: Record, rows: Sequence[Record]) -> str:
     answers = {what: (bar, met) for row, what, _, bar, met in verdicts(rows) if row is record}
-    name = f"**cula ({record.impl})**" if is_ours(record) else record.impl
+    name = f"**cula, {label(record)}**" if is_ours(record) else record.impl
     error = "" if record.error is None else f"{record.error:.0e}"
     if record.ms is None:
         return f"| {record.gate} | {name} | {record.reason or 'not timed'} | | {error} | | | | |"

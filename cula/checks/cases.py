@@ -282,9 +282,9 @@ def make(case: Case, device: torch.device | str = "cpu") -> Problem:
     beta = _uniform(rng, low, high, case.B, case.T, case.HV) if high > low else None
     if beta is None:
         beta = torch.full((case.B, case.T, case.HV), low, dtype=torch.float64)
-    shape = (case.N, case.HV, case.V, case.K) if case.v_first else (case.N, case.HV, case.K, case.V)
-    k_first = _normal(rng, case.N, case.HV, case.K, case.V)
-    h0 = k_first.transpose(-1, -2) if case.v_first else k_first
+    h0, dht = (_normal(rng, case.N, case.HV, case.K, case.V) for _ in range(2))
+    if case.v_first:
+        h0, dht = h0.transpose(-1, -2), dht.transpose(-1, -2)
     offsets = None if case.lengths is None else torch.tensor([0, *case.lengths]).cumsum(0)
 
     def to(x: torch.Tensor | None, kind: torch.dtype) -> torch.Tensor | None:
@@ -302,7 +302,7 @@ def make(case: Case, device: torch.device | str = "cpu") -> Problem:
         h0=to(h0, own) if case.state else None,
         cu_seqlens=to(offsets, torch.int32),
         do=to(_normal(rng, *v.shape), dtype),
-        dht=to(_normal(rng, *shape), own),
+        dht=to(dht, own),
         lower_bound=gate.lower_bound,
         raw_gate=gate.raw,
     )

@@ -1,6 +1,6 @@
 """Calls of mixed dtypes, shapes and index types, each as a digest of its bits, here or in a process of its own.
 
-`python -m cula.checks.fresh NAME DEVICE THREADS` prints the digests as JSON; every call runs in its own fork of a
+`python -m cula.checks.fresh LABEL DEVICE THREADS` prints the digests as JSON; every call runs in its own fork of a
 process that has imported torch and made no call before.
 """
 
@@ -12,12 +12,14 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from cula.checks import runs
 from cula.checks.cases import Case, make
-from cula.checks.grid import FALLBACKS, implementations
+from cula.checks.grid import FALLBACKS
+from cula.checks.rows import has_backward, labels, name_of, only
 
 #: (label, function, case, what to change in the drawn tensors)
 CALLS: tuple[tuple[str, str, Case, dict[str, torch.dtype]], ...] = (
@@ -47,78 +49,82 @@ CALLS: tuple[tuple[str, str, Case, dict[str, torch.dtype]], ...] = (
 )
 
 
-def digest(label: str, name: str, device: str) -> str | None:
-    """A hash of every output, state and gradient of one call; None where `name` has no such stage or refuses it."""
+def digest(call_name: str, label: str, device: str) -> str | None:
+    """A hash of every output, state and gradient of one call; None where `label` has no such stage or refuses it."""
     from cula import NotSupportedError
 
-    _, function, case, kinds = next(entry for entry in CALLS if entry[0] == label)
-    if name not in implementations(function, device):
+    _, function, case, kinds = next(entry for entry in CALLS if entry[0] == call_name)
+    if label not in labels(function, device):
         return None
-    run = _runner(function, name, device)
+    run = _runner(function, label, device)
     for change in FALLBACKS:
         p = make(case.replace(**change), device)
         p = p.map(lambda x: x, **{field: getattr(p, field).to(kind) for field, kind in kinds.items()})
         try:
-            found = run(p)
+            with only(label):
+                found = run(p)
         except NotSupportedError:
             continue
-        total = hashlib.sha256()
-        for key in sorted(found):
-            value = found[key].detach().cpu().contiguous()
-            total.update(f"{key}{tuple(value.shape)}{value.dtype}".encode())
-            total.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return total.hexdigest()
+        return _hash(found)
     return None
 
 
-def _runner(function: str, name: str, device: str) -> Callable[..., runs.Quantities]:
-    from cula.checks.grid import has_backward
+def _hash(found: runs.Quantities) -> str:
+    total = hashlib.sha256()
+    for key in sorted(found):
+        value = found[key].detach().cpu().contiguous()
+        total.update(f"{key}{tuple(value.shape)}{value.dtype}".encode())
+        total.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
+
+def _runner(function: str, label: str, device: str) -> Callable[..., runs.Quantities]:
+    name = name_of(label)
     if function == "chunk_kda":
-        gradients = has_backward(name, device)
+        gradients = has_backward(label, device)
         return lambda p: runs.run_chunk(p, name, gradients=gradients, fill=None)
-    if function == "kda_prefill":
-        return lambda p: runs.run_prefill(p, name, fill=None)
-    if function == "kda_decode":
-        return lambda p: runs.run_decode(p, name, fill=None)
-    if function == "kda_verify":
-        return lambda p: runs.run_verify(p, name, fill=None)
-    return lambda p: runs.run_recurrent(p, name, fill=None)
+    other = {
+        "kda_prefill": runs.run_prefill,
+        "kda_decode": runs.run_decode,
+        "kda_verify": runs.run_verify,
+        "fused_recurrent_kda": runs.run_recurrent,
+    }[function]
+    return lambda p: other(p, name, fill=None)
 
 
-def shuffled(name: str, device: str, seed: int) -> dict[str, str | None]:
+def shuffled(label: str, device: str, seed: int) -> dict[str, str | None]:
     """The digests of all calls made in this process, in an order drawn from `seed`."""
-    labels = [entry[0] for entry in CALLS]
-    random.Random(seed).shuffle(labels)
-    return {label: digest(label, name, device) for label in labels}
+    names = [entry[0] for entry in CALLS]
+    random.Random(seed).shuffle(names)
+    return {name: digest(name, label, device) for name in names}
 
 
-def in_fresh_processes(name: str, device: str) -> dict[str, str | None]:
+def in_fresh_processes(label: str, device: str) -> dict[str, str | None]:
     """The digests of all calls, each made first thing in a process of its own."""
-    command = [sys.executable, "-m", "cula.checks.fresh", name, device, str(torch.get_num_threads())]
+    command = [sys.executable, "-m", "cula.checks.fresh", label, device, str(torch.get_num_threads())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{' '.join(command[1:])} failed: {done.stderr[-2000:]}"
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _child(connection: object, label: str, name: str, device: str) -> None:
-    connection.send(digest(label, name, device))
+def _child(connection: Any, call_name: str, label: str, device: str) -> None:
+    connection.send(digest(call_name, label, device))
     connection.close()
 
 
-def main(name: str, device: str, threads: str) -> None:
+def main(label: str, device: str, threads: str) -> None:
     """Fork one process per call, so that each starts from imports alone."""
     import multiprocessing
 
     torch.set_num_threads(int(threads))
     context = multiprocessing.get_context("fork")
     result = {}
-    for label, *_ in CALLS:
+    for name, *_ in CALLS:
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(send, label, name, device))
+        process = context.Process(target=_child, args=(send, name, label, device))
         process.start()
         send.close()
-        result[label] = receive.recv()
+        result[name] = receive.recv()
         process.join()
     print(json.dumps(result))
 

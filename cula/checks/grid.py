@@ -7,13 +7,11 @@ gate meets every dtype, and the rest is drawn per case from a seeded stream. `te
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from cula.checks import runs
+from cula.checks import rows, runs
 from cula.checks.cases import BETAS, GATES, Case, Problem, make
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 200)
@@ -93,62 +91,6 @@ class Outcome:
         return self.reason is not None and self.passed
 
 
-def devices() -> tuple[str, ...]:
-    """The kinds of device on this machine."""
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-
-
-#: The stages that each function needs under a forced name; backward only where gradients are checked.
-STAGES = {
-    "chunk_kda": "chunk forward",
-    "kda_prefill": "chunk forward",
-    "fused_recurrent_kda": "recurrent",
-    "kda_decode": "decode",
-    "kda_verify": "verify",
-    "fused_kda_gate": "gate",
-}
-
-
-def implementations(function: str, device: str) -> list[str]:
-    """Names whose row for the function's stage can run on this machine, on that kind of device."""
-    from cula import available, explain
-
-    here = {row.name for row, reason in available().rows if row.stage == STAGES[function] and reason is None}
-    if not here:
-        return []
-    found: dict[str, None] = {}
-    for stage, verdicts in explain(function, device=device, T=1, K=128, dtype="bf16").stages:
-        if stage == STAGES[function]:
-            found.update((v.row.name, None) for v in verdicts if v.row.name in here)
-    return [name for name in found if _device_fits(function, name, device)]
-
-
-def _device_fits(function: str, name: str, device: str) -> bool:
-    """Whether some small problem of the function is accepted by `name` on `device`."""
-    from cula import explain
-
-    for sizes in ({"K": 32}, {"K": 64}, {"K": 128}):
-        for dtype in ("fp32", "bf16"):
-            for stage, verdicts in explain(function, device=device, T=1, dtype=dtype, **sizes).stages:
-                if stage != STAGES[function]:
-                    continue
-                if any(v.row.name == name and (v.reason is None or not v.row.verified) for v in verdicts):
-                    return True
-    return False
-
-
-def has_backward(name: str, device: str) -> bool:
-    """Whether `name` has a row for the backward of chunk_kda that can run here."""
-    from cula import available
-
-    return any(
-        row.name == name and row.stage == "chunk backward" and reason is None for row, reason in available().rows
-    )
-
-
-Runner = Callable[[Problem, str], runs.Quantities]
-
-
 def plan(function: str, case: Case) -> Case | None:
     """The case as `function` can take it: shortened for decode and verify, None where it says nothing."""
     if function == "kda_decode":
@@ -180,10 +122,14 @@ def run(function: str, problem: Problem, name: str, *, gradients: bool = True) -
     return runs.run_gate(problem, fill=fill)
 
 
-def judge(function: str, case: Case, name: str, device: str = "cpu", *, gradients: bool = True) -> list[Outcome]:
-    """Every quantity of one call against the recurrence; one refused Outcome where no variant is accepted."""
+def judge(function: str, case: Case, label: str, device: str = "cpu") -> list[Outcome]:
+    """Every quantity of one call against the recurrence; one refused Outcome where no variant is accepted.
+
+    Gradients too, where the implementation has a backward. Refusing is a miss for eager: it takes every call.
+    """
     from cula import NotSupportedError
 
+    gradients = function == "chunk_kda" and rows.has_backward(label, device)
     planned = plan(function, case)
     if planned is None:
         return []
@@ -192,13 +138,13 @@ def judge(function: str, case: Case, name: str, device: str = "cpu", *, gradient
         variant = planned.replace(**change)
         problem = make(variant, device)
         try:
-            got = run(function, problem, name, gradients=gradients)
+            with rows.only(label) as name:
+                got = run(function, problem, name, gradients=gradients)
         except NotSupportedError as error:
             reason = str(error)
             continue
-        truth = _truth(function, problem, gradients)
-        return _outcomes(function, variant, name, device, problem, got, truth)
-    return [Outcome(function, name, device, planned.id, "refused", 0.0, 0.0, name != "eager", reason)]
+        return _outcomes(function, problem, label, got, _truth(function, problem, gradients))
+    return [Outcome(function, label, device, planned.id, "refused", 0.0, 0.0, label != "eager", reason)]
 
 
 #: The last few references, so that the functions of one case share one.
@@ -208,7 +154,6 @@ _TRUTHS: dict[tuple[Case, str], tuple[bool, runs.Quantities]] = {}
 def _truth(function: str, problem: Problem, gradients: bool) -> runs.Quantities:
     if function == "fused_kda_gate":
         return runs.gate_reference(problem)
-    gradients = gradients and function == "chunk_kda"
     key = (problem.case, problem.q.device.type)
     known = _TRUTHS.get(key)
     if known is None or (gradients and not known[0]):
@@ -219,21 +164,16 @@ def _truth(function: str, problem: Problem, gradients: bool) -> runs.Quantities:
 
 
 def _outcomes(
-    function: str,
-    case: Case,
-    name: str,
-    device: str,
-    problem: Problem,
-    got: runs.Quantities,
-    truth: runs.Quantities,
+    function: str, problem: Problem, label: str, got: runs.Quantities, truth: runs.Quantities
 ) -> list[Outcome]:
+    case, device = problem.case, problem.q.device.type
     found = runs.errors(problem, got, truth)
     allowed = runs.limits(problem, got)
     result = []
     for quantity, error in found.items():
         limit = allowed[quantity] if runs.promised(case, quantity) else float("inf")
         passed = error <= limit and error != float("inf")
-        result.append(Outcome(function, name, device, case.id, quantity, error, limit, passed))
+        result.append(Outcome(function, label, device, case.id, quantity, error, limit, passed))
     return result
 
 
@@ -245,21 +185,21 @@ def sweep(
 ) -> Iterator[tuple[int, int, list[Outcome]]]:
     """(done, total, outcomes) after every call of the grid, for each device, function and available name."""
     jobs = []
-    for kind in devices() if device is None else (device,):
+    for kind in rows.devices() if device is None else (device,):
         for function in runs.FUNCTIONS:
-            for name in implementations(function, kind):
-                if implementation is None or name == implementation:
-                    jobs.append((kind, function, name))
+            for label in rows.labels(function, kind):
+                if implementation in (None, label, rows.name_of(label)):
+                    jobs.append((kind, function, label))
     todo = [
-        (kind, function, name, case)
+        (kind, function, label, case)
         for case in cases(quick)
-        for kind, function, name in jobs
+        for kind, function, label in jobs
         if plan(function, case) is not None
     ]
-    for index, (kind, function, name, case) in enumerate(todo):
+    for index, (kind, function, label, case) in enumerate(todo):
         try:
-            outcomes = judge(function, case, name, kind, gradients=has_backward(name, kind))
+            outcomes = judge(function, case, label, kind)
         except Exception as error:  # a crash is a miss with its sentence, and the sweep goes on
             sentence = f"{type(error).__name__}: {error}"
-            outcomes = [Outcome(function, name, kind, case.id, "call", float("inf"), 0.0, False, sentence)]
+            outcomes = [Outcome(function, label, kind, case.id, "call", float("inf"), 0.0, False, sentence)]
         yield index + 1, len(todo), outcomes

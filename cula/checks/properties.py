@@ -19,7 +19,7 @@ import torch
 
 from cula.checks import runs
 from cula.checks.cases import Case, Problem, make
-from cula.checks.grid import STAGES, implementations
+from cula.checks.rows import labels, name_of, only
 from cula.checks.tolerance import bits_equal, relative_error, tolerance
 
 #: Cases of the properties, from small and odd to what one-size kernels take. T and N are set by each property.
@@ -33,17 +33,9 @@ SPLIT_LENGTH = 100
 SPLITS = ((64, 90), (1, 99), (63, 65), (0, 50), (17, 17), (90, 100))
 
 
-def stage_names(functions: Iterable[str], name: str, device: str) -> dict[str, str | None]:
-    """For each function: `name` where it has that stage on the device, else None (auto serves it)."""
-    return {f: name if name in implementations(f, device) else None for f in functions}
-
-
-def subjects(device: str) -> list[str]:
-    """Every implementation with at least one stage that runs on `device`."""
-    found: dict[str, None] = {}
-    for function in STAGES:
-        found.update(dict.fromkeys(implementations(function, device)))
-    return list(found)
+def stage_names(functions: Iterable[str], label: str, device: str) -> dict[str, str | None]:
+    """For each function: the name to ask for where `label` has that stage on the device, else None (auto)."""
+    return {f: name_of(label) if label in labels(f, device) else None for f in functions}
 
 
 def each_accepted(check: Callable[[Case], None], cases: Iterable[Case] = CASES) -> list[Case]:
@@ -65,9 +57,9 @@ def each_accepted(check: Callable[[Case], None], cases: Iterable[Case] = CASES) 
 # ---------------------------------------------------------------------------------------------- split anywhere
 
 
-def split_anywhere(name: str, device: str = "cpu") -> None:
+def split_anywhere(label: str, device: str) -> None:
     """Serving: prefill a, prefill b, decode c over one pool; training door: chunk, chunk, recurrent, both layouts."""
-    names = stage_names(("kda_prefill", "kda_decode", "chunk_kda", "fused_recurrent_kda"), name, device)
+    names = stage_names(("kda_prefill", "kda_decode", "chunk_kda", "fused_recurrent_kda"), label, device)
     if names["kda_prefill"] or names["kda_decode"]:
         each_accepted(lambda case: _split_serving(names, case.replace(B=2, T=SPLIT_LENGTH, seed=1), device))
     if names["chunk_kda"] or names["fused_recurrent_kda"]:
@@ -125,53 +117,64 @@ def _close(got: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -
 # ---------------------------------------------------------------------------------------------- prefix stability
 
 
-def prefix_stability(name: str, device: str = "cpu") -> None:
-    """Outputs of tokens 0..n-1 are the same bits when later tokens are absent, other numbers, or NaN."""
+def prefix_stability(label: str, device: str) -> None:
+    """Outputs of tokens 0..n-1 are the same bits when later tokens are absent or hold anything else.
+
+    Token by token functions: NaN too. Chunked ones: any finite number of any size, and NaN from the next chunk on,
+    since a product with a masked operand turns 0 * NaN of one chunk into NaN.
+    """
     for function in ("chunk_kda", "kda_prefill", "fused_recurrent_kda"):
-        if name in implementations(function, device):
-            each_accepted(lambda case, f=function: _prefix(f, name, case.replace(B=2, T=130, seed=3), device))
-    if name in implementations("kda_verify", device):
-        each_accepted(lambda case: _prefix("kda_verify", name, case.replace(B=2, T=9, seed=3), device))
+        if label in labels(function, device):
+            each_accepted(lambda case, f=function: _prefix(f, label, case.replace(B=2, T=130, seed=3), device))
+    if label in labels("kda_verify", device):
+        each_accepted(lambda case: _prefix("kda_verify", label, case.replace(B=2, T=9, seed=3), device))
 
 
 PREFIXES = (1, 2, 7, 15, 16, 33, 64, 65, 128, 129)
 
 
-def _prefix(function: str, name: str, case: Case, device: str) -> None:
+def _prefix(function: str, label: str, case: Case, device: str) -> None:
     p = make(case, device)
-    expected = output(function, p, name)
-    other = make(case.replace(seed=case.seed + 1, gate="mild" if not p.raw_gate else case.gate), device)
+    expected = output(function, p, label)
+    step = case.chunk_size if function in ("chunk_kda", "kda_prefill") else 1
     for n in (n for n in PREFIXES if n < case.T):
         place = f"{function} {case.id}: the first {n} outputs"
-        got = output(function, p.tokens(0, n), name)
+        got = output(function, p.tokens(0, n), label)
         assert bits_equal(got, expected[:, :n]), f"{place} change when later tokens are appended"
-        altered = p.map(torch.clone)
-        for field in ("q", "k", "v", "g", "beta"):
-            getattr(altered, field)[:, n:] = getattr(other, field)[:, n:]
-        got = output(function, altered, name)[:, :n]
-        assert bits_equal(got, expected[:, :n]), f"{place} change with the values of later tokens"
-        for field in ("q", "k", "v", "g", "beta"):
-            getattr(altered, field)[:, n:] = math.nan
-        got = output(function, altered, name)[:, :n]
-        assert bits_equal(got, expected[:, :n]), f"{place} change when later tokens are NaN"
+        for what, later in later_tokens(p, n, -(-n // step) * step).items():
+            got = output(function, later, label)[:, :n]
+            assert bits_equal(got, expected[:, :n]), f"{place} change with {what} in later tokens"
 
 
-def output(function: str, p: Problem, name: str | None) -> torch.Tensor:
+def later_tokens(p: Problem, n: int, chunk_end: int) -> dict[str, Problem]:
+    """The problem with other tokens from n on: other random ones, huge values, closed gates, NaN from a chunk on."""
+    other = make(p.case.replace(seed=p.case.seed + 1), p.q.device)
+    result = {name: p.map(torch.clone) for name in ("other numbers", "huge values", "closed gates", "NaN")}
+    for field in ("q", "k", "v", "g", "beta"):
+        getattr(result["other numbers"], field)[:, n:] = getattr(other, field)[:, n:]
+        getattr(result["NaN"], field)[:, chunk_end:] = math.nan
+    result["huge values"].v[:, n:] = 1e4
+    result["huge values"].q[:, n:] = -1e4
+    result["closed gates"].g[:, n:] = 1e4 if p.raw_gate else -1e3
+    return result
+
+
+def output(function: str, p: Problem, label: str) -> torch.Tensor:
     """The outputs of one call without grad, context parallelism off."""
-    return call(function, p, name)["o"]
+    return call(function, p, label)["o"]
 
 
-def call(function: str, p: Problem, name: str | None) -> runs.Quantities:
+def call(function: str, p: Problem, label: str) -> runs.Quantities:
     """Outputs and states of one call without grad, context parallelism off, memory not poisoned."""
     if function == "chunk_kda":
-        return runs.run_chunk(p, name, gradients=False, fill=None)
+        return runs.run_chunk(p, name_of(label), gradients=False, fill=None)
     if function == "kda_prefill":
-        return runs.run_prefill(p, name, fill=None)
+        return runs.run_prefill(p, name_of(label), fill=None)
     if function == "kda_verify":
-        return runs.run_verify(p, name, fill=None)
+        return runs.run_verify(p, name_of(label), fill=None)
     if function == "kda_decode":
-        return runs.run_decode(p, name, fill=None)
-    return runs.run_recurrent(p, name, fill=None)
+        return runs.run_decode(p, name_of(label), fill=None)
+    return runs.run_recurrent(p, name_of(label), fill=None)
 
 
 # -------------------------------------------------------------------------------------------- sequence isolation
@@ -179,16 +182,16 @@ def call(function: str, p: Problem, name: str | None) -> runs.Quantities:
 LENGTHS = (17, 0, 64, 1, 70)
 
 
-def sequence_isolation(name: str, device: str = "cpu") -> None:
+def sequence_isolation(label: str, device: str) -> None:
     """Batch order, batch size, packing and a NaN elsewhere change no bit of a sequence's outputs and state."""
     for function, T in (("chunk_kda", 70), ("kda_prefill", 70), ("fused_recurrent_kda", 20), ("kda_verify", 5)):
-        if name in implementations(function, device):
-            each_accepted(lambda case, f=function, t=T: _batch(f, name, case.replace(B=3, T=t, seed=4), device))
+        if label in labels(function, device):
+            each_accepted(lambda case, f=function, t=T: _batch(f, label, case.replace(B=3, T=t, seed=4), device))
             lengths = tuple(min(n, T) for n in LENGTHS)
             change = {"lengths": lengths, "T": sum(lengths) + 3, "seed": 5}
-            each_accepted(lambda case, f=function, c=change: _packed(f, name, case.replace(**c), device))
-    if name in implementations("kda_decode", device):
-        each_accepted(lambda case: _batch("kda_decode", name, case.replace(B=5, T=1, seed=4), device))
+            each_accepted(lambda case, f=function, c=change: _packed(f, label, case.replace(**c), device))
+    if label in labels("kda_decode", device):
+        each_accepted(lambda case: _batch("kda_decode", label, case.replace(B=5, T=1, seed=4), device))
 
 
 def _rows(p: Problem, index: torch.Tensor) -> Problem:
@@ -199,13 +202,13 @@ def _rows(p: Problem, index: torch.Tensor) -> Problem:
     return p.map(lambda x: x, case=p.case.replace(B=len(index)), **picked)
 
 
-def _batch(function: str, name: str, case: Case, device: str) -> None:
+def _batch(function: str, label: str, case: Case, device: str) -> None:
     p = make(case, device)
-    expected = call(function, p, name)
+    expected = call(function, p, label)
     order = torch.arange(case.B).flip(0)
-    got = call(function, _rows(p, order), name)
+    got = call(function, _rows(p, order), label)
     for n in range(case.B):
-        alone = call(function, _rows(p, torch.tensor([n])), name)
+        alone = call(function, _rows(p, torch.tensor([n])), label)
         for key in ("o", "final_state"):
             place = f"{function} {case.id}: {key} of batch row {n}"
             assert bits_equal(got[key][case.B - 1 - n], expected[key][n]), f"{place} changes with the batch's order"
@@ -214,7 +217,7 @@ def _batch(function: str, name: str, case: Case, device: str) -> None:
         ill = p.map(torch.clone)
         for x in (ill.q, ill.k, ill.v, ill.g, ill.beta, ill.h0):
             x[n] = math.nan
-        got = call(function, ill, name)
+        got = call(function, ill, label)
         _others_equal(got, expected, [m for m in range(case.B) if m != n], f"{function} {case.id}: NaN in row {n}")
 
 
@@ -224,9 +227,9 @@ def _others_equal(got: runs.Quantities, expected: runs.Quantities, rows: list[in
             assert bits_equal(got[key][m], expected[key][m]), f"{place} changes {key} of sequence {m}"
 
 
-def _packed(function: str, name: str, case: Case, device: str) -> None:
+def _packed(function: str, label: str, case: Case, device: str) -> None:
     p = make(case, device)
-    expected = call(function, p, name)
+    expected = call(function, p, label)
     used = sum(case.lengths or ())
     assert not bool(expected["o"][:, used:].any()), f"{function} {case.id}: rows after the last sequence are not 0"
     for n, (_, start, end) in enumerate(p.spans()):
@@ -234,7 +237,7 @@ def _packed(function: str, name: str, case: Case, device: str) -> None:
         for what, single in alone.items():
             if not single.case.T:
                 continue
-            got = call(function, single, name)
+            got = call(function, single, label)
             place = f"{function} {case.id}: sequence {n} as {what}"
             assert bits_equal(got["o"], expected["o"][:, start:end]), f"{place} has another o"
             assert bits_equal(got["final_state"][0], expected["final_state"][n]), f"{place} has another state"
@@ -242,7 +245,7 @@ def _packed(function: str, name: str, case: Case, device: str) -> None:
         for x in (ill.q, ill.k, ill.v, ill.g, ill.beta):
             x[:, start:end] = math.nan
         ill.h0[n] = math.nan
-        got = call(function, ill, name)
+        got = call(function, ill, label)
         place = f"{function} {case.id}: NaN in sequence {n} changes"
         for m, (_, s, e) in enumerate(p.spans()):
             if m != n:
@@ -265,15 +268,15 @@ def sequence(p: Problem, n: int, *, packed: bool) -> Problem:
 # ---------------------------------------------------------------------------------------- call-order independence
 
 
-def call_order_independence(name: str, device: str = "cpu") -> None:
+def call_order_independence(label: str, device: str) -> None:
     """A shuffled list of unlike calls, twice, gives each call's bits from a process that made no other call."""
     from cula.checks import fresh
 
-    expected = fresh.in_fresh_processes(name, device)
+    expected = fresh.in_fresh_processes(label, device)
     assert any(d is not None for d in expected.values()), "the implementation accepts none of the calls"
     for seed in (1, 2):
-        for label, digest in fresh.shuffled(name, device, seed).items():
-            assert digest == expected[label], f"{label} differs from its fresh process (shuffle {seed})"
+        for call_name, digest in fresh.shuffled(label, device, seed).items():
+            assert digest == expected[call_name], f"{call_name} differs from its fresh process (shuffle {seed})"
 
 
 PROPERTIES: dict[str, Callable[..., Any]] = {
@@ -282,3 +285,9 @@ PROPERTIES: dict[str, Callable[..., Any]] = {
     "sequence isolation": sequence_isolation,
     "call-order independence": call_order_independence,
 }
+
+
+def check(property_name: str, label: str, device: str = "cpu") -> None:
+    """Hold the implementation `label` on `device` to one property of `PROPERTIES`."""
+    with only(label):
+        PROPERTIES[property_name](label, device)

@@ -38,6 +38,8 @@ def _known_case(ctx: click.Context, parameter: click.Parameter, values: tuple[st
 
 def _writable(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
     """Refuse a file that could not be written before anything is measured."""
+    if value is not None and parameter.name == "json_file" and value.suffix != ".jsonl" and not value.is_dir():
+        raise click.BadParameter(f"{str(value)!r} must end in .jsonl or be a folder that exists", ctx, parameter)
     if value is not None and not value.is_dir() and not value.parent.is_dir():
         raise click.BadParameter(f"the folder {str(value.parent)!r} does not exist; make it first", ctx, parameter)
     if value is not None and value.is_dir() and parameter.name != "json_file":

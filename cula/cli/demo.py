@@ -31,7 +31,7 @@ misses, 2 for a bad argument, 130 after Ctrl-C (the checkpoint is then whole).
 @click.option("--batch", type=int, help="Windows per step.  [default: 8]")
 @click.pass_context
 def command(
-    context: click.Context,
+    ctx: click.Context,
     out: str,
     resume: bool,
     prompt: str,
@@ -52,10 +52,10 @@ def command(
 
         plan = prepare(Options(Path(out), resume, device, prompt, length, dict(given)))
     except CulaError as error:
-        raise click.UsageError(str(error), context) from None
+        raise click.UsageError(str(error), ctx) from None
     except KeyboardInterrupt:
         click.echo("\nInterrupted before anything was trained.", err=True)
-        context.exit(130)
+        ctx.exit(130)
     from cula.cli.console import make_console
 
-    context.exit(execute(plan, make_console()))
+    ctx.exit(execute(plan, make_console()))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 import cula
 from cula.cli.console import make_console, make_table
+from cula.host import env
+from cula.host.table import Row, Verdict, request_for
 
 EXAMPLES = """\b
 Examples:
@@ -19,7 +22,6 @@ Examples:
 """
 
 _WORDS = {"true": True, "false": False, "none": None}
-_SIZE = click.IntRange(min=1)
 
 
 def _parse_flag(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, Any]:
@@ -56,12 +58,12 @@ def _parse_lengths(ctx: click.Context, parameter: click.Parameter, text: str | N
 @click.command(name="explain", epilog=EXAMPLES)
 @click.argument("function", required=False)
 @click.option("--device", help="cpu, cuda, cuda:N, or an architecture such as sm90 (default: this machine's best)")
-@click.option("--B", "B", type=_SIZE, default=1, show_default=True, help="batch")
-@click.option("--T", "T", type=_SIZE, default=1024, show_default=True, help="tokens")
-@click.option("--H", "H", type=_SIZE, default=1, show_default=True, help="query/key heads")
-@click.option("--HV", "HV", type=_SIZE, help="value heads (default: H)")
-@click.option("--K", "K", type=_SIZE, default=128, show_default=True, help="key dimension")
-@click.option("--V", "V", type=_SIZE, help="value dimension (default: K)")
+@click.option("--B", "B", type=int, default=1, show_default=True, help="batch")
+@click.option("--T", "T", type=int, default=1024, show_default=True, help="tokens")
+@click.option("--H", "H", type=int, default=1, show_default=True, help="query/key heads")
+@click.option("--HV", "HV", type=int, help="value heads (default: H)")
+@click.option("--K", "K", type=int, default=128, show_default=True, help="key dimension")
+@click.option("--V", "V", type=int, help="value dimension (default: K)")
 @click.option("--lengths", callback=_parse_lengths, metavar="N,N,...", help="packed sequences, their token counts")
 @click.option("--dtype", default="bf16", show_default=True, help="bf16, fp16, fp32 or fp64")
 @click.option("--grad", is_flag=True, help="the call needs gradients")
@@ -88,12 +90,21 @@ def command(function: str | None, flags: dict[str, Any], **problem: Any) -> None
         function or "Every function", "stage", "implementation", "mechanism", "written in", "verdict", "status"
     )
     for stage, verdicts in explanation.stages:
-        chosen = False
+        used = used_row(stage, verdicts, flags.get("implementation"))
         for verdict in verdicts:
             row = verdict.row
-            accepted = verdict.reason is None
-            text = f"no: {verdict.reason}" if not accepted else "accepts" if chosen else "accepts, used"
-            chosen = chosen or accepted
-            table.add_row(stage, row.name, row.mechanism, row.dsl, text, row.status)
+            answer = "accepts" if verdict.reason is None else f"no: {verdict.reason}"
+            answer += ", used" if row is used else ""
+            table.add_row(stage, row.name, row.mechanism, row.dsl, answer, row.status)
         table.add_section()
     make_console().print(table)
+
+
+def used_row(stage: str, verdicts: Sequence[Verdict], implementation: Any) -> Row | None:
+    """The row that a call would run: of the forced name, else of the preferred one, else the first that accepts."""
+    accepted = [verdict.row for verdict in verdicts if verdict.reason is None]
+    forced = request_for(implementation, "backward" if "backward" in stage else "forward")
+    if forced not in (None, "auto"):
+        return next((row for row in accepted if row.name == forced), None)
+    preferred = env.preferred_implementation() if forced is None else None
+    return next((row for row in accepted if row.name == preferred), accepted[0] if accepted else None)

@@ -114,7 +114,7 @@ def _cpu_name() -> str:
 
 def environment() -> Iterator[tuple[str, str, str]]:
     """(variable, value, known values) of each variable that cula reads."""
-    for name, known in env._KNOWN.items():
+    for name, known in env.VARIABLES.items():
         value = os.environ.get(name)
         wrong = " (not a known value)" if value and value not in known else ""
         yield name, f"{value}{wrong}" if value else "not set", ", ".join(known)

@@ -17,18 +17,17 @@ MINIMUM_WINDOWS = 40
 class DemoConfig:
     """One run's settings. They are stored in its checkpoint, and a resumed run takes them from there.
 
-    width: model width D. layers: blocks. heads, head_dim: of each KDA layer (K = V = head_dim). hidden: inner width
-    of the SwiGLU. context: bytes per training window. batch: windows per step. steps: of the whole schedule.
-    rate: peak learning rate after `warmup` steps, falling as a cosine to a twentieth. decay: weight decay of the
-    matrices. seed: of the initial weights, the data order and the sampling. file: the text, None = the Python
-    documentation. text: SHA-256 of the text, filled in when it is loaded.
+    width: model width D. layers: blocks. heads, head_dim: of each KDA layer (K = V = head_dim). context: bytes per
+    training window. batch: windows per step. steps: of the whole schedule. rate: peak learning rate after `warmup`
+    steps, falling as a cosine to a twentieth. decay: weight decay of the matrices. seed: of the initial weights, the
+    data order and the sampling. file: the text, None = the Python documentation. text: SHA-256 of the text, filled
+    in when it is loaded.
     """
 
     width: int = 192
     layers: int = 3
     heads: int = 3
     head_dim: int = 64
-    hidden: int = 512
     context: int = 256
     batch: int = 8
     steps: int = 300
@@ -45,7 +44,6 @@ class DemoConfig:
             ("layers", 1),
             ("heads", 1),
             ("head_dim", 8),
-            ("hidden", 8),
             ("context", 16),
             ("batch", 1),
             ("steps", 1),
@@ -54,6 +52,11 @@ class DemoConfig:
             value = getattr(self, name)
             if value < least:
                 raise RangeError(f"--{name} must be at least {least}, got {value}")
+
+    @property
+    def hidden(self) -> int:
+        """Inner width of the SwiGLU: 8/3 of the model's, in steps of 64."""
+        return max(64, round(self.width * 8 / 3 / 64) * 64)
 
     def learning_rate(self, step: int) -> float:
         """The rate of step `step` (from 0): linear warm-up, then a cosine."""

@@ -13,6 +13,9 @@ from torch import Tensor
 from cula.demo.config import MINIMUM_WINDOWS, DemoConfig
 from cula.host.errors import RangeError
 
+#: Bytes of one validation batch.
+VALIDATION_BYTES = 4096
+
 
 @dataclass(frozen=True)
 class Corpus:
@@ -70,8 +73,7 @@ def load(config: DemoConfig) -> Corpus:
     if config.text and config.text != sha256:
         raise RangeError(f"{name} has changed since the checkpoint was written: start anew without --resume")
     tokens = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    cut = max(len(data) * 95 // 100, 0)
-    cut = min(cut, len(data) - 2 * (config.context + 1))
+    cut = min(len(data) * 95 // 100, len(data) - 2 * (config.context + 1))
     return Corpus(tokens[:cut], tokens[cut:], name, sha256)
 
 
@@ -84,12 +86,11 @@ def batch(corpus: Corpus, config: DemoConfig, step: int) -> tuple[Tensor, Tensor
 
 
 def validation(corpus: Corpus, config: DemoConfig, batches: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """The validation text in order, in batches of whole windows, the first `batches` of them (None: all)."""
+    """The validation text in order, in batches of about VALIDATION_BYTES, the first `batches` of them (None: all)."""
     size = config.context
     windows = (len(corpus.validation) - 1) // size
     inputs = corpus.validation[: windows * size].view(windows, size)
     targets = corpus.validation[1 : windows * size + 1].view(windows, size)
-    for number, first in enumerate(range(0, windows, config.batch)):
-        if number == batches:
-            return
-        yield inputs[first : first + config.batch].long(), targets[first : first + config.batch].long()
+    each = max(1, VALIDATION_BYTES // size)
+    for pair in list(zip(inputs.split(each), targets.split(each)))[:batches]:
+        yield pair[0].long(), pair[1].long()

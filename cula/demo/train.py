@@ -86,7 +86,7 @@ def train(
             history.train.append(one_step(model, optimizer, inputs.to(device), targets.to(device), rate))
             last = history.step == config.steps
             if history.step % every == 0 or last:
-                value = evaluate(model, corpus, config, None if last else 4)
+                value = evaluate(model, corpus, config, None if last else 2)
                 history.validation.append((history.step, value))
             history.seconds = before + time.perf_counter() - began
             speed = (history.step - first) * config.batch * config.context / (history.seconds - before)

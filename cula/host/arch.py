@@ -28,7 +28,7 @@ class Target:
 
     @property
     def name(self) -> str:
-        """"cpu", "sm90", ...: the name that `explain --device` takes."""
+        """ "cpu", "sm90", ...: the name that `explain --device` takes."""
         if self.capability is None:
             return self.kind
         return f"sm{self.capability[0]}{self.capability[1]}"

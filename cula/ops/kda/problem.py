@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class KDAProblem:
 
     Sizes as in the public API (T: tokens in dim 1, for packed input their total). lengths: tokens per packed
     sequence, None for a fixed batch or where only the device knows them (`packed` tells which).
-    gate: "finished", "softplus" or "lower_bound". tokens: most tokens per sequence in decode and verify.
+    gate: "finished", "softplus" or "lower_bound". tokens: most tokens per sequence in the decode stage, else 0.
     """
 
     B: int
@@ -68,7 +69,7 @@ class KDAProblem:
     checkpoint_every: int = 0
     position_offsets: bool = False
     host_offsets: bool = True
-    tokens: int = 1
+    tokens: int = 0
     tree: bool = False
     rollback: bool = False
 
@@ -76,6 +77,11 @@ class KDAProblem:
     def host_lengths(self) -> bool:
         """The host knows how long each sequence is."""
         return not self.packed or self.lengths is not None
+
+    @property
+    def tokens_stage(self) -> bool:
+        """A kda_decode or kda_verify call (kda_prefill describes its pool too, but no token count)."""
+        return self.pool and self.tokens > 0
 
     def __str__(self) -> str:
         shape = f"B{self.B}-T{self.T}-H{self.H}" + (f"-HV{self.HV}" if self.HV != self.H else "")
@@ -109,6 +115,7 @@ class Operands:
     update_state: bool = False
     null_index: int = -1
     out: Tensor | None = None
+    memo: dict[str, Any] = field(default_factory=dict)  # a row's own facts of calls that look just like this one
     target: Target = field(default_factory=lambda: target_of(torch.device("cpu")))
 
 
@@ -150,9 +157,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple
     check_tensor("g", g, (B, T, HV, K), device, "[B, T, HV, K]")
     check_tensor("beta", beta, (B, T, HV), device, "[B, T, HV]")
     if not q.dtype == k.dtype == v.dtype:
-        raise DtypeError(
-            f"q, k and v must share one dtype; got {dtype_name(q)}, {dtype_name(k)} and {dtype_name(v)}"
-        )
+        raise DtypeError(f"q, k and v must share one dtype; got {dtype_name(q)}, {dtype_name(k)} and {dtype_name(v)}")
     return B, T, H, HV, K, V
 
 
@@ -201,20 +206,31 @@ def parse_gate(
     return ("softplus" if lower_bound is None else "lower_bound"), lower_bound, A_log, dt_bias
 
 
-def parse_activation(
-    g: Tensor, *, raw_gate: bool, beta_logits: bool, neg_eigval: bool, lower_bound: Any, A_log: Any, dt_bias: Any,
-    safe_gate: bool = False, names: tuple[str, str] = ("use_beta_sigmoid_in_kernel", "lower_bound"),
-) -> Activation:  # fmt: skip
+@dataclass(frozen=True)
+class ActivationArguments:
+    """The gate and beta arguments of a call, unchecked. sigmoid_flag: what the caller calls `beta_logits`."""
+
+    raw_gate: bool
+    beta_logits: bool
+    neg_eigval: bool
+    lower_bound: Any = None
+    A_log: Any = None
+    dt_bias: Any = None
+    safe_gate: bool = False
+    sigmoid_flag: str = "use_beta_sigmoid_in_kernel"
+
+
+def parse_activation(g: Tensor, a: ActivationArguments) -> Activation:
     """Check the gate and beta flags; with a finished gate A_log, dt_bias and lower_bound are ignored."""
-    if neg_eigval and not beta_logits:
-        raise RangeError(f"allow_neg_eigval doubles the in-kernel sigmoid: it needs {names[0]}=True; got False")
-    if not raw_gate:
-        return Activation("finished", None, bool(beta_logits), bool(neg_eigval), None, None)
+    if a.neg_eigval and not a.beta_logits:
+        raise RangeError(f"allow_neg_eigval doubles the in-kernel sigmoid: it needs {a.sigmoid_flag}=True; got False")
+    if not a.raw_gate:
+        return Activation("finished", None, bool(a.beta_logits), bool(a.neg_eigval), None, None)
     HV, K = g.shape[-2:]
-    kind, bound, A_log, dt_bias = parse_gate(A_log, dt_bias, lower_bound, HV, K, g.device)
-    if safe_gate and not (bound is not None and -5 <= bound < 0):
+    kind, bound, A_log, dt_bias = parse_gate(a.A_log, a.dt_bias, a.lower_bound, HV, K, g.device)
+    if a.safe_gate and not (bound is not None and -5 <= bound < 0):
         raise RangeError(f"safe_gate with the in-kernel gate needs -5 <= lower_bound < 0; got {bound}")
-    return Activation(kind, bound, bool(beta_logits), bool(neg_eigval), A_log, dt_bias)
+    return Activation(kind, bound, bool(a.beta_logits), bool(a.neg_eigval), A_log, dt_bias)
 
 
 def parse_scale(scale: Any, K: int) -> float:
@@ -258,9 +274,7 @@ def parse_sequences(
     return N, boundaries
 
 
-def parse_state(
-    name: str, state: Any, shape: tuple[int, ...], axes: str, dtype: str, device: Any
-) -> None:
+def parse_state(name: str, state: Any, shape: tuple[int, ...], axes: str, dtype: str, device: Any) -> None:
     """Check an initial state: fp32 in every call but fp64 ones, where it is fp64."""
     if not isinstance(state, torch.Tensor):
         raise DtypeError(f"{name} must be a tensor {axes}; got {type(state).__name__}")
@@ -275,18 +289,6 @@ def parse_state(
         raise DeviceError(f"{name} must be on {device} as q is; got {state.device}")
 
 
-def parse_context_parallel(cp_mode: Any, plan: Any, cp_context: Any, grad: bool) -> CPMode:
-    """The CP mode; plans and contexts have no implementation in this version and are refused."""
-    if cp_context is not None:
-        raise NotSupportedError("cp_context is not supported by any implementation in this version; pass None")
-    if plan is not None:
-        raise NotSupportedError("plan is not supported by any implementation in this version; pass None")
-    mode = CPMode.parse(cp_mode, grad=grad)
-    if mode is CPMode.FORCE:
-        raise NotSplittableError("cp_mode='force' needs an implementation that splits a sequence; there is none yet")
-    return mode
-
-
 def wants_grad(*tensors: Tensor | None) -> bool:
     """Autograd will be asked for the gradient of at least one of these."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -297,49 +299,78 @@ def capturing(device: Any) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+@dataclass(frozen=True)
+class ChunkOptions:
+    """The other arguments of a `chunk_kda` or `kda_prefill` call, unchecked."""
+
+    scale: Any = None
+    final_state: bool = False
+    l2norm: bool = False
+    disable_recompute: bool = False
+    intermediate_states: bool = False
+    state_v_first: bool = False
+    use_graph: bool = False
+    max_num_seqs: Any = None
+    chunk_size: Any = 64
+    cp_mode: Any = None
+    plan: Any = None
+    cp_context: Any = None
+
+
+def parse_context_parallel(options: ChunkOptions, grad: bool) -> CPMode:
+    """The CP mode; plans and contexts have no implementation in this version and are refused."""
+    if options.cp_context is not None:
+        raise NotSupportedError("cp_context is not supported by any implementation in this version; pass None")
+    if options.plan is not None:
+        raise NotSupportedError("plan is not supported by any implementation in this version; pass None")
+    mode = CPMode.parse(options.cp_mode, grad=grad)
+    if mode is CPMode.FORCE:
+        raise NotSplittableError("cp_mode='force' needs an implementation that splits a sequence; there is none yet")
+    return mode
+
+
 def parse_chunk(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: Any, initial_state: Any,
-    output_final_state: bool, l2norm: bool, activation: dict[str, Any], disable_recompute: bool,
-    intermediate_states: bool, state_v_first: bool, sequences: tuple[Any, Any], use_graph: bool,
-    max_num_seqs: Any, chunk_size: Any, cp: tuple[Any, Any, Any],
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, activation: ActivationArguments, options: ChunkOptions,
+    *, initial_state: Any = None, cu_seqlens: Any = None, cu_seqlens_cpu: Any = None,
 ) -> tuple[KDAProblem, Operands]:  # fmt: skip
-    """Check a `chunk_kda` call and describe it. `sequences` = (cu_seqlens, cu_seqlens_cpu)."""
+    """Check a chunk call and describe it."""
     env.check_all()
     B, T, H, HV, K, V = check_qkv(q, k, v, g, beta)
-    act = parse_activation(g, **activation)
-    scale = parse_scale(scale, K)
-    if isinstance(chunk_size, bool) or chunk_size not in CHUNK_SIZES:
-        raise RangeError(f"chunk_size must be 16, 32 or 64; got {chunk_size!r}")
-    N, bounds = parse_sequences(B, T, q.device, *sequences, host_copy=not (use_graph or capturing(q.device)))
-    if max_num_seqs is not None and max_num_seqs != N:
-        raise RangeError(f"max_num_seqs must equal the number of sequences N={N}; got {max_num_seqs!r}")
+    act = parse_activation(g, activation)
+    opt = options
+    if isinstance(opt.chunk_size, bool) or opt.chunk_size not in CHUNK_SIZES:
+        raise RangeError(f"chunk_size must be 16, 32 or 64; got {opt.chunk_size!r}")
+    host_copy = not (opt.use_graph or capturing(q.device))
+    N, bounds = parse_sequences(B, T, q.device, cu_seqlens, cu_seqlens_cpu, host_copy=host_copy)
+    if opt.max_num_seqs is not None and opt.max_num_seqs != N:
+        raise RangeError(f"max_num_seqs must equal the number of sequences N={N}; got {opt.max_num_seqs!r}")
     dtype = DTYPE_NAMES[q.dtype]
     if initial_state is not None:
-        axes, tail = ("[N, HV, V, K]", (V, K)) if state_v_first else ("[N, HV, K, V]", (K, V))
+        axes, tail = ("[N, HV, V, K]", (V, K)) if opt.state_v_first else ("[N, HV, K, V]", (K, V))
         parse_state("initial_state", initial_state, (N, HV, *tail), axes, dtype, q.device)
     grad = wants_grad(q, k, v, g, beta, initial_state, act.A_log, act.dt_bias)
-    if intermediate_states and grad:
+    if opt.intermediate_states and grad:
         raise NotSupportedError("return_intermediate_states needs torch.no_grad(); got inputs that require grad")
     problem = KDAProblem(
         B, T, H, HV, K, V, N, dtype=dtype, gate_dtype=DTYPE_NAMES[g.dtype], beta_dtype=DTYPE_NAMES[beta.dtype],
-        state_dtype="fp64" if dtype == "fp64" else "fp32", packed=sequences[0] is not None,
-        lengths=lengths_of(bounds), gate=act.gate, lower_bound=act.lower_bound, has_A_log=act.A_log is not None,
+        state_dtype="fp64" if dtype == "fp64" else "fp32", packed=cu_seqlens is not None, lengths=lengths_of(bounds),
+        gate=act.gate, lower_bound=act.lower_bound, has_A_log=act.A_log is not None,
         has_dt_bias=act.dt_bias is not None, beta_sigmoid=act.beta_sigmoid, neg_eigval=act.neg_eigval,
-        l2norm=bool(l2norm), scale=scale, initial_state=initial_state is not None,
-        final_state=bool(output_final_state), state_v_first=bool(state_v_first),
-        intermediate_states=bool(intermediate_states), disable_recompute=bool(disable_recompute),
-        chunk_size=chunk_size, grad=grad, use_graph=bool(use_graph), cp=parse_context_parallel(*cp, grad),
+        l2norm=bool(opt.l2norm), scale=parse_scale(opt.scale, K), initial_state=initial_state is not None,
+        final_state=bool(opt.final_state), state_v_first=bool(opt.state_v_first),
+        intermediate_states=bool(opt.intermediate_states), disable_recompute=bool(opt.disable_recompute),
+        chunk_size=opt.chunk_size, grad=grad, use_graph=bool(opt.use_graph), cp=parse_context_parallel(opt, grad),
     )  # fmt: skip
     operands = Operands(
         q, k, v, g, beta, A_log=act.A_log, dt_bias=act.dt_bias, initial_state=initial_state,
-        cu_seqlens=sequences[0], boundaries=bounds, target=target_of(q.device),
+        cu_seqlens=cu_seqlens, boundaries=bounds, target=target_of(q.device),
     )  # fmt: skip
     return problem, operands
 
 
 def lengths_of(bounds: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """Tokens of each sequence from boundaries on the host."""
-    return None if bounds is None else tuple(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    return None if bounds is None else tuple(b - a for a, b in pairwise(bounds))
 
 
 def check_pool(name: str, pool: Any, tail: tuple[int, int, int], dtype: str, device: Any) -> None:

@@ -7,6 +7,9 @@ Per value head, with q/k head j // (HV // H), natural-log gate g_t `[K]`, S `[K,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
+
 import torch
 
 Tensor = torch.Tensor
@@ -28,14 +31,14 @@ def unit(x: Tensor) -> Tensor:
 
 
 def finished_inputs(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None, *, l2norm: bool, gate: bool,
-    sigmoid: bool, neg_eigval: bool, lower_bound: float | None, A_log: Tensor | None, dt_bias: Tensor | None,
+    inputs: tuple[Tensor, ...], scale: float | None, l2norm: bool, gate: bool, sigmoid: bool, neg_eigval: bool,
+    lower_bound: float | None, A_log: Tensor | None, dt_bias: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """(scaled q, k, v, g, beta) in float64 with all in-kernel activations done and q, k repeated to HV heads."""
-    q, k, v, beta = q.double(), k.double(), v.double(), beta.double()
+    q, k, v, g, beta = (x.double() for x in inputs)
     if l2norm:
         q, k = unit(q), unit(k)
-    g = finished_gate(g, A_log, dt_bias, lower_bound) if gate else g.double()
+    g = finished_gate(g, A_log, dt_bias, lower_bound) if gate else g
     if sigmoid:
         beta = torch.sigmoid(beta) * (2.0 if neg_eigval else 1.0)
     group = v.shape[2] // q.shape[2]
@@ -58,7 +61,10 @@ def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tens
     return o, S, h
 
 
-def run_sequences(step, inputs, initial_state, cu_seqlens, v_first):  # noqa: ANN001, ANN201
+def run_sequences(
+    step: Callable[..., tuple[Tensor, Tensor, Tensor]], inputs: tuple[Tensor, ...], initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, v_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Run `step(q, k, v, g, beta, S) -> (o, S, h)` on the batch, or on each packed sequence by itself."""
     q, k, v, g, beta = inputs
     B, T, HV, K, V = *q.shape, v.shape[-1]
@@ -70,10 +76,7 @@ def run_sequences(step, inputs, initial_state, cu_seqlens, v_first):  # noqa: AN
     if bounds is None:
         o, S, h = step(q, k, v, g, beta, S)
     else:
-        parts = [
-            step(*(x[:, a:b] for x in inputs), S[n : n + 1])
-            for n, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True))
-        ]
+        parts = [step(*(x[:, a:b] for x in inputs), S[n : n + 1]) for n, (a, b) in enumerate(pairwise(bounds))]
         rest = v.new_zeros(1, T - bounds[-1], HV, V)
         o = torch.cat([*(p[0] for p in parts), rest], 1)
         S = torch.cat([p[1] for p in parts]) if parts else S
@@ -99,12 +102,9 @@ def kda_recurrent_reference(
     Differentiable in every floating input. `safe_gate` and `disable_recompute` change nothing.
     """
     inputs = finished_inputs(
-        q, k, v, g, beta, scale, l2norm=use_qk_l2norm_in_kernel, gate=use_gate_in_kernel,
-        sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, lower_bound=lower_bound, A_log=A_log,
-        dt_bias=dt_bias,
+        (q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, lower_bound, A_log, dt_bias,
     )  # fmt: skip
-    o, S, h = run_sequences(
-        lambda *x: recurrence(*x, chunk_size), inputs, initial_state, cu_seqlens, state_v_first
-    )
+    o, S, h = run_sequences(lambda *x: recurrence(*x, chunk_size), inputs, initial_state, cu_seqlens, state_v_first)
     final = S if output_final_state else None
     return (o, final, h) if return_intermediate_states else (o, final)

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def lightning_slopes(
-    num_heads: int, layer_idx: int, num_layers: int, convention: str = "fla"
-) -> torch.Tensor:
+def lightning_slopes(num_heads: int, layer_idx: int, num_layers: int, convention: str = "fla") -> torch.Tensor:
     """Slopes s >= 0, one per head; the decay per token is exp(-s). Returns float32 `[num_heads]` on the CPU.
 
     convention "fla": s_h = 8/H * (1 - layer_idx/num_layers) * h, h = 0..H-1 (head 0 never decays).

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from cula.ops.kda.chunk.policy import choose_rows
-from cula.ops.kda.problem import parse_chunk
+from cula.ops.kda.problem import ActivationArguments, ChunkOptions, parse_chunk
 
 Tensor = torch.Tensor
 
@@ -82,17 +82,16 @@ def chunk_kda(
         ShapeError, DtypeError, DeviceError, RangeError: an argument is wrong; nothing was touched.
         NotSupportedError: no implementation, or not the forced one, accepts the call; says why.
     """
+    activation = ActivationArguments(
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, A_log, dt_bias, safe_gate
+    )
+    options = ChunkOptions(
+        scale, output_final_state, use_qk_l2norm_in_kernel, disable_recompute, return_intermediate_states,
+        state_v_first, use_graph, max_num_seqs, chunk_size, cp_mode, plan, cp_context,
+    )  # fmt: skip
     problem, x = parse_chunk(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
-        l2norm=use_qk_l2norm_in_kernel, disable_recompute=disable_recompute,
-        activation={
-            "raw_gate": use_gate_in_kernel, "beta_logits": use_beta_sigmoid_in_kernel,
-            "neg_eigval": allow_neg_eigval, "lower_bound": lower_bound, "A_log": A_log, "dt_bias": dt_bias,
-            "safe_gate": safe_gate,
-        },
-        intermediate_states=return_intermediate_states, state_v_first=state_v_first,
-        sequences=(cu_seqlens, cu_seqlens_cpu), use_graph=use_graph, max_num_seqs=max_num_seqs,
-        chunk_size=chunk_size, cp=(cp_mode, plan, cp_context),
+        q, k, v, g, beta, activation, options, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
     )  # fmt: skip
     forward, backward = choose_rows(problem, x.target, implementation)
     if problem.grad:
@@ -135,6 +134,4 @@ class _ChunkKDA(torch.autograd.Function):
         grads = ctx.backward_row.load()(ctx.problem, x, saved, do, dht)
         names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
         needed = ctx.needs_input_grad[4:]
-        return (None,) * 4 + tuple(
-            getattr(grads, n) if need else None for n, need in zip(names, needed, strict=True)
-        )
+        return (None,) * 4 + tuple(getattr(grads, n) if need else None for n, need in zip(names, needed, strict=True))

@@ -7,10 +7,22 @@ from typing import Any
 
 import torch
 
+from cula.host import env
 from cula.host.errors import DeviceError, DtypeError, NotSupportedError, RangeError, ShapeError
 from cula.host.varlen import check_index_tensor
 from cula.ops.kda.chunk.policy import choose_rows
-from cula.ops.kda.problem import KDAProblem, Operands, check_out, check_pool, dtype_name, parse_chunk, parse_null_index
+from cula.ops.kda.debug import check_values
+from cula.ops.kda.problem import (
+    ActivationArguments,
+    ChunkOptions,
+    KDAProblem,
+    Operands,
+    check_out,
+    check_pool,
+    dtype_name,
+    parse_chunk,
+    parse_null_index,
+)
 
 Tensor = torch.Tensor
 
@@ -77,22 +89,20 @@ def kda_prefill(
     """
     if isinstance(implementation, dict):
         raise NotSupportedError("kda_prefill has no backward: implementation must be a name; got a dict")
+    activation = ActivationArguments(
+        gate_is_raw, beta_is_logits, allow_neg_eigval, lower_bound, A_log, dt_bias, sigmoid_flag="beta_is_logits"
+    )
+    options = ChunkOptions(scale=scale, l2norm=normalize_qk, state_v_first=True, cp_mode=cp_mode, plan=plan)
     problem, x = parse_chunk(
-        q, k, v, g, beta, scale=scale, initial_state=None, output_final_state=False, l2norm=normalize_qk,
-        activation={
-            "raw_gate": gate_is_raw, "beta_logits": beta_is_logits, "neg_eigval": allow_neg_eigval,
-            "lower_bound": lower_bound, "A_log": A_log, "dt_bias": dt_bias,
-            "names": ("beta_is_logits", "lower_bound"),
-        },
-        disable_recompute=False, intermediate_states=False, state_v_first=True,
-        sequences=(cu_seqlens, cu_seqlens_cpu), use_graph=False, max_num_seqs=None, chunk_size=64,
-        cp=(cp_mode, plan, None),
-    )  # fmt: skip
+        q, k, v, g, beta, activation, options, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu
+    )
     problem, x = _parse_pool(
         problem, x, state_pool, read_indices, write_indices, has_initial_state, parse_null_index(null_index)
     )
     problem, x = _parse_checkpoints(problem, x, checkpoints, checkpoint_every, checkpoint_offsets, position_offsets)
     x.out = check_out(out, v)
+    if env.debug():
+        check_values(problem, x)
     forward, _ = choose_rows(problem, x.target, implementation)
     return forward.load()(problem, x).o
 

@@ -86,12 +86,9 @@ def kda_chunk_reference(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """KDA chunk by chunk, in float64: arguments and returns of `kda_recurrent_reference`, any chunk_size >= 1."""
     inputs = finished_inputs(
-        q, k, v, g, beta, scale, l2norm=use_qk_l2norm_in_kernel, gate=use_gate_in_kernel,
-        sigmoid=use_beta_sigmoid_in_kernel, neg_eigval=allow_neg_eigval, lower_bound=lower_bound, A_log=A_log,
-        dt_bias=dt_bias,
+        (q, k, v, g, beta), scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, lower_bound, A_log, dt_bias,
     )  # fmt: skip
-    o, S, h = run_sequences(
-        lambda *x: _chunked(*x, chunk_size), inputs, initial_state, cu_seqlens, state_v_first
-    )
+    o, S, h = run_sequences(lambda *x: _chunked(*x, chunk_size), inputs, initial_state, cu_seqlens, state_v_first)
     final = S if output_final_state else None
     return (o, final, h) if return_intermediate_states else (o, final)

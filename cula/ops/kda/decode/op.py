@@ -6,9 +6,14 @@ from typing import Any
 
 import torch
 
+from cula.host import env
 from cula.host.errors import NotSupportedError
 from cula.host.table import choose
+from cula.ops.kda.debug import check_values
+from cula.ops.kda.decode import calls
 from cula.ops.kda.decode.parse import (
+    RecurrentOptions,
+    ServingArguments,
     check_states_out,
     check_write_indices,
     parse_recurrent,
@@ -16,6 +21,7 @@ from cula.ops.kda.decode.parse import (
     refuse_drafts,
 )
 from cula.ops.kda.decode.policy import DECODE, RECURRENT, STAGES, VERIFY
+from cula.ops.kda.problem import ActivationArguments
 
 Tensor = torch.Tensor
 
@@ -45,8 +51,13 @@ def fused_recurrent_kda(
 
     Args:
         q, k: `[B, T, H, K]`; v: `[B, T, HV, V]`; g: `[B, T, HV, K]`; beta: `[B, T, HV]`.
+        A_log: HV elements. dt_bias: `[HV*K]` or `[HV, K]`.
+        scale: multiplies q; K**-0.5 by default.
         initial_state: `[N, HV, K, V]` (`[N, HV, V, K]` with `state_v_first`), fp32 (fp64 in fp64 calls).
-        The rest as `chunk_kda`.
+        output_final_state: return the state after the last token of each sequence.
+        use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound:
+            q, k are normalised, g raw, beta logits (doubled after the sigmoid): all as in `chunk_kda`.
+        cu_seqlens: `[N+1]` int32 or int64, B = 1: packed sequences. implementation: None, "auto" or a name.
 
     Returns:
         (o `[B, T, HV, V]` in q's dtype, final_state or None).
@@ -55,15 +66,13 @@ def fused_recurrent_kda(
         ShapeError, DtypeError, DeviceError, RangeError: an argument is wrong; nothing was touched.
         NotSupportedError: the forced implementation refuses the call; says why. In the backward: names chunk_kda.
     """
+    activation = ActivationArguments(
+        use_gate_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, lower_bound, A_log, dt_bias
+    )
+    options = RecurrentOptions(scale, output_final_state, use_qk_l2norm_in_kernel, state_v_first)
     problem, x = parse_recurrent(
-        q, k, v, g, beta, scale=scale, initial_state=initial_state, final_state=output_final_state,
-        l2norm=use_qk_l2norm_in_kernel,
-        activation={
-            "raw_gate": use_gate_in_kernel, "beta_logits": use_beta_sigmoid_in_kernel,
-            "neg_eigval": allow_neg_eigval, "lower_bound": lower_bound, "A_log": A_log, "dt_bias": dt_bias,
-        },
-        state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-    )  # fmt: skip
+        q, k, v, g, beta, activation, options, initial_state=initial_state, cu_seqlens=cu_seqlens
+    )
     row = choose(STAGES[RECURRENT], problem, x.target, implementation_name(implementation, "fused_recurrent_kda"))
     if not problem.grad:
         return row.load()(problem, x)
@@ -94,7 +103,15 @@ def implementation_name(implementation: Any, function: str) -> Any:
     return check_name(implementation)
 
 
-@torch.no_grad()
+def _shared(common: tuple[Any, ...], out: Any) -> tuple[ActivationArguments, ServingArguments]:
+    """The arguments that serving functions share, in the order of `calls.find`."""
+    A_log, dt_bias, lower_bound, scale, raw, logits, normalize, neg_eigval, null_index = common
+    activation = ActivationArguments(
+        raw, logits, neg_eigval, lower_bound, A_log, dt_bias, sigmoid_flag="beta_is_logits"
+    )
+    return activation, ServingArguments(scale, normalize, null_index, out)
+
+
 def kda_decode(
     q: Tensor,
     k: Tensor,
@@ -137,22 +154,28 @@ def kda_decode(
         ShapeError, DtypeError, DeviceError, RangeError: an argument is wrong; nothing was touched.
         NotSupportedError: the forced implementation refuses the call; says why.
     """
+    common = (
+        A_log, dt_bias, lower_bound, scale, gate_is_raw, beta_is_logits, normalize_qk, allow_neg_eigval, null_index,
+    )  # fmt: skip
+    call = calls.find(DECODE, (q, k, v, g, beta, state_pool, state_indices, num_accepted_tokens, write_indices, out),
+                      common, implementation)  # fmt: skip
+    if call.known:
+        x = call.bind(q, k, v, g, beta, A_log, dt_bias)
+        x.state_pool, x.read_indices, x.num_accepted_tokens = state_pool, state_indices, num_accepted_tokens
+        x.write_indices, x.out = write_indices, out
+        return call.run(call.problem, x)
     problem, x = parse_serving(
-        q, k, v, g, beta, pool=state_pool, indices=state_indices, accepted=num_accepted_tokens, cu_seqlens=None,
-        one_token=True,
-        common={
-            "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound, "scale": scale,
-            "gate_is_raw": gate_is_raw, "beta_is_logits": beta_is_logits, "normalize_qk": normalize_qk,
-            "allow_neg_eigval": allow_neg_eigval, "null_index": null_index, "out": out,
-        },
+        q, k, v, g, beta, *_shared(common, out), pool=state_pool, indices=state_indices,
+        accepted=num_accepted_tokens, one_token=True,
     )  # fmt: skip
     check_write_indices(x, write_indices, problem.N)
     x.update_state = True
+    if env.debug():
+        check_values(problem, x)
     row = choose(STAGES[DECODE], problem, x.target, implementation_name(implementation, "kda_decode"))
-    return row.load()(problem, x)
+    return call.remember(problem, x, row.load())(problem, x)
 
 
-@torch.no_grad()
 def kda_verify(
     q: Tensor,
     k: Tensor,
@@ -192,7 +215,11 @@ def kda_verify(
             the slot that gets the state after each token; null is skipped. The two go together.
         update_state: also write the state after the last token to the slot that was read.
         parent, rollback: tree drafts and rollback buffers, which no implementation has in this version.
-        The rest as `kda_decode`.
+        A_log: HV elements. dt_bias: `[HV*K]` or `[HV, K]`. lower_bound: finite and < 0, or None for softplus.
+        scale: multiplies q; K**-0.5 by default. gate_is_raw, beta_is_logits, normalize_qk, allow_neg_eigval: the
+            gate is raw, beta logits (doubled after the sigmoid), q and k unnormalised.
+        null_index: the index that means no slot (negative ones always do). out: like v; written and returned.
+        implementation: None, "auto" or a name.
 
     Returns:
         out, shaped like v; rows after cu_seqlens[-1] are zero.
@@ -201,16 +228,16 @@ def kda_verify(
         ShapeError, DtypeError, DeviceError, RangeError: an argument is wrong; nothing was touched.
         NotSupportedError: the forced implementation refuses the call; says why.
     """
+    common = (
+        A_log, dt_bias, lower_bound, scale, gate_is_raw, beta_is_logits, normalize_qk, allow_neg_eigval, null_index,
+    )  # fmt: skip
     problem, x = parse_serving(
-        q, k, v, g, beta, pool=state_pool, indices=state_indices, accepted=num_accepted_tokens,
-        cu_seqlens=cu_seqlens, one_token=False,
-        common={
-            "A_log": A_log, "dt_bias": dt_bias, "lower_bound": lower_bound, "scale": scale,
-            "gate_is_raw": gate_is_raw, "beta_is_logits": beta_is_logits, "normalize_qk": normalize_qk,
-            "allow_neg_eigval": allow_neg_eigval, "null_index": null_index, "out": out,
-        },
+        q, k, v, g, beta, *_shared(common, out), pool=state_pool, indices=state_indices,
+        accepted=num_accepted_tokens, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     check_states_out(problem, x, states_out, states_out_indices, update_state)
     refuse_drafts(parent, rollback, update_state)
+    if env.debug():
+        check_values(problem, x)
     row = choose(STAGES[VERIFY], problem, x.target, implementation_name(implementation, "kda_verify"))
     return row.load()(problem, x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from cula.host.errors import DtypeError, NotSupportedError, RangeError, ShapeErr
 from cula.host.varlen import check_index_tensor
 from cula.ops.kda.problem import (
     DTYPE_NAMES,
+    ActivationArguments,
     KDAProblem,
     Operands,
     capturing,
@@ -33,26 +35,46 @@ Tensor = torch.Tensor
 MAX_VERIFY_TOKENS = 16
 
 
+@dataclass(frozen=True)
+class RecurrentOptions:
+    """The other arguments of a `fused_recurrent_kda` call, unchecked."""
+
+    scale: Any = None
+    final_state: bool = False
+    l2norm: bool = False
+    state_v_first: bool = False
+
+
+@dataclass(frozen=True)
+class ServingArguments:
+    """The arguments that kda_decode and kda_verify share beyond tensors, unchecked."""
+
+    scale: Any
+    normalize_qk: bool
+    null_index: Any
+    out: Any
+
+
 def parse_recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: Any, initial_state: Any, final_state: bool,
-    l2norm: bool, activation: dict[str, Any], state_v_first: bool, cu_seqlens: Any,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, activation: ActivationArguments,
+    options: RecurrentOptions, *, initial_state: Any, cu_seqlens: Any,
 ) -> tuple[KDAProblem, Operands]:  # fmt: skip
-    """A `fused_recurrent_kda` call. With gradients wanted it is refused before anything runs."""
+    """Check a `fused_recurrent_kda` call and describe it."""
     env.check_all()
     B, T, H, HV, K, V = check_qkv(q, k, v, g, beta)
-    act = parse_activation(g, **activation)
+    act = parse_activation(g, activation)
     N, bounds = parse_sequences(B, T, q.device, cu_seqlens, None, host_copy=not capturing(q.device))
     dtype = DTYPE_NAMES[q.dtype]
     if initial_state is not None:
-        axes, tail = ("[N, HV, V, K]", (V, K)) if state_v_first else ("[N, HV, K, V]", (K, V))
+        axes, tail = ("[N, HV, V, K]", (V, K)) if options.state_v_first else ("[N, HV, K, V]", (K, V))
         parse_state("initial_state", initial_state, (N, HV, *tail), axes, dtype, q.device)
     problem = KDAProblem(
         B, T, H, HV, K, V, N, dtype=dtype, gate_dtype=DTYPE_NAMES[g.dtype], beta_dtype=DTYPE_NAMES[beta.dtype],
         state_dtype="fp64" if dtype == "fp64" else "fp32", packed=cu_seqlens is not None, lengths=lengths_of(bounds),
         gate=act.gate, lower_bound=act.lower_bound, has_A_log=act.A_log is not None,
         has_dt_bias=act.dt_bias is not None, beta_sigmoid=act.beta_sigmoid, neg_eigval=act.neg_eigval,
-        l2norm=bool(l2norm), scale=parse_scale(scale, K), initial_state=initial_state is not None,
-        final_state=bool(final_state), state_v_first=bool(state_v_first), tokens=T,
+        l2norm=bool(options.l2norm), scale=parse_scale(options.scale, K), initial_state=initial_state is not None,
+        final_state=bool(options.final_state), state_v_first=bool(options.state_v_first), tokens=T,
         grad=wants_grad(q, k, v, g, beta, initial_state, act.A_log, act.dt_bias),
     )  # fmt: skip
     operands = Operands(
@@ -63,17 +85,14 @@ def parse_recurrent(
 
 
 def parse_serving(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, pool: Any, indices: Any, accepted: Any,
-    cu_seqlens: Any, one_token: bool, common: dict[str, Any],
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, activation: ActivationArguments,
+    shared: ServingArguments, *, pool: Any, indices: Any, accepted: Any, cu_seqlens: Any = None,
+    one_token: bool = False,
 ) -> tuple[KDAProblem, Operands]:  # fmt: skip
     """What kda_decode and kda_verify share: inputs, activations, pool, read indices, out."""
     env.check_all()
     B, T, H, HV, K, V = check_qkv(q, k, v, g, beta)
-    act = parse_activation(
-        g, raw_gate=common["gate_is_raw"], beta_logits=common["beta_is_logits"],
-        neg_eigval=common["allow_neg_eigval"], lower_bound=common["lower_bound"], A_log=common["A_log"],
-        dt_bias=common["dt_bias"], names=("beta_is_logits", "lower_bound"),
-    )  # fmt: skip
+    act = parse_activation(g, activation)
     N, tokens, bounds = _rows(B, T, q.device, cu_seqlens, one_token)
     dtype = DTYPE_NAMES[q.dtype]
     check_pool("state_pool", pool, (HV, V, K), dtype, q.device)
@@ -82,21 +101,18 @@ def parse_serving(
         B, T, H, HV, K, V, N, dtype=dtype, gate_dtype=DTYPE_NAMES[g.dtype], beta_dtype=DTYPE_NAMES[beta.dtype],
         state_dtype=dtype_name(pool), packed=cu_seqlens is not None, lengths=lengths_of(bounds), gate=act.gate,
         lower_bound=act.lower_bound, has_A_log=act.A_log is not None, has_dt_bias=act.dt_bias is not None,
-        beta_sigmoid=act.beta_sigmoid, neg_eigval=act.neg_eigval, l2norm=bool(common["normalize_qk"]),
-        scale=parse_scale(common["scale"], K), pool=True, state_v_first=True, tokens=tokens,
+        beta_sigmoid=act.beta_sigmoid, neg_eigval=act.neg_eigval, l2norm=bool(shared.normalize_qk),
+        scale=parse_scale(shared.scale, K), pool=True, state_v_first=True, tokens=tokens,
     )  # fmt: skip
     operands = Operands(
         q, k, v, g, beta, A_log=act.A_log, dt_bias=act.dt_bias, cu_seqlens=cu_seqlens, boundaries=bounds,
         state_pool=pool, read_indices=indices, num_accepted_tokens=accepted,
-        null_index=parse_null_index(common["null_index"]), out=check_out(common["out"], v),
-        target=target_of(q.device),
+        null_index=parse_null_index(shared.null_index), out=check_out(shared.out, v), target=target_of(q.device),
     )  # fmt: skip
     return problem, operands
 
 
-def _rows(
-    B: int, T: int, device: Any, cu_seqlens: Any, one_token: bool
-) -> tuple[int, int, tuple[int, ...] | None]:
+def _rows(B: int, T: int, device: Any, cu_seqlens: Any, one_token: bool) -> tuple[int, int, tuple[int, ...] | None]:
     """(N, most tokens per sequence, boundaries on the host)."""
     if one_token:
         if B != 1 and T != 1:
@@ -118,7 +134,9 @@ def _rows(
 def _check_read_indices(indices: Any, accepted: Any, N: int, device: Any) -> None:
     two = isinstance(indices, torch.Tensor) and indices.dim() == 2
     if two and accepted is None:
-        raise ShapeError(f"state_indices [N, S+1] goes with num_accepted_tokens [N]; got {list(indices.shape)} and None")
+        raise ShapeError(
+            f"state_indices [N, S+1] goes with num_accepted_tokens [N]; got {list(indices.shape)} and None"
+        )
     if accepted is not None and not two:
         got = list(indices.shape) if isinstance(indices, torch.Tensor) else type(indices).__name__
         raise ShapeError(f"num_accepted_tokens goes with state_indices [N, S+1]; got state_indices {got}")

@@ -25,17 +25,12 @@ def _rule(holds: Callable[[Any, Target], bool], reason: str) -> Rule:
     return Rule(holds, reason)
 
 
-_NO_GRAD = _rule(lambda p, t: not p.grad, "has no backward for this function; use chunk_kda for gradients")
 _FUSED = (
-    _NO_GRAD,
     _rule(lambda p, t: t.kind == "cpu", "(fused) needs a CPU, got {t.name}"),
     _rule(lambda p, t: has_numba(), "(fused) needs numba; install cula[cpu]"),
     _rule(lambda p, t: p.state_dtype in ("fp32", "fp64"), "(fused) needs an fp32 or fp64 state, got {p.state_dtype}"),
 )
-_STEPWISE = (
-    _NO_GRAD,
-    _rule(lambda p, t: t.kind != "meta", "needs tensors with values, got {t.kind} tensors"),
-)
+_STEPWISE = (_rule(lambda p, t: t.kind != "meta", "needs tensors with values, got {t.kind} tensors"),)
 _LENGTHS = _rule(lambda p, t: p.host_lengths, "needs the sequence lengths on the host")
 
 

@@ -32,9 +32,7 @@ class _Backward:
         self.p, self.x, self.do, self.dht = p, x, do, dht
         self.const: Constants = constants(p, x, backward=True)
         make = torch.empty_like if covers_all(p) else torch.zeros_like
-        self.out = Gradients(
-            *(make(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v, x.g, x.beta))
-        )
+        self.out = Gradients(*(make(t, memory_format=torch.contiguous_format) for t in (x.q, x.k, x.v, x.g, x.beta)))
         self.dA_log = None if x.A_log is None else torch.zeros(p.HV, dtype=torch.float64, device=x.q.device)
         self.dt_bias = None
         if x.dt_bias is not None:

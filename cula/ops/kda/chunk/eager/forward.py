@@ -13,6 +13,7 @@ from cula.ops.kda.problem import KDAProblem, Operands
 
 Tensor = torch.Tensor
 
+
 def run(p: KDAProblem, x: Operands) -> ForwardResult:
     """Run the problem; under grad the states that enter each slab are saved for the eager backward."""
     with torch.no_grad(), exact_matmul(x.q.device):

@@ -1,0 +1,81 @@
+"""Shared by all tests: hypothesis profiles, a clean environment, and one parameter per implementation that runs here.
+
+A test that takes `on_chunk`, `on_prefill`, `on_recurrent`, `on_decode`, `on_verify` or `on_gate` runs once for every
+implementation of that stage that `cula.available()` lists, on every kind of device here; `subject` is any
+implementation with any stage. Each is a `Subject`, and while the
+test runs, its name means its very row (`cula.checks.rows`). Those on a GPU are marked `gpu`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from cula.checks import rows
+
+_COMMON = {
+    "deadline": None,
+    "print_blob": True,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("ci", max_examples=25, derandomize=True, **_COMMON)
+settings.register_profile("fuzz", max_examples=2000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+torch.set_num_threads(1)  # xdist runs one process per core; tests about threads set their own number
+
+
+class Subject(NamedTuple):
+    """An implementation on a device: the label of its row, what `implementation=` takes, and "cpu" or "cuda"."""
+
+    label: str
+    name: str
+    device: str
+
+
+_FUNCTIONS = {
+    "on_chunk": "chunk_kda",
+    "on_prefill": "kda_prefill",
+    "on_recurrent": "fused_recurrent_kda",
+    "on_decode": "kda_decode",
+    "on_verify": "kda_verify",
+    "on_gate": "fused_kda_gate",
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for fixture in metafunc.fixturenames:
+        if fixture != "subject" and fixture not in _FUNCTIONS:
+            continue
+        found = []
+        for device in rows.devices():
+            here = rows.subjects(device) if fixture == "subject" else rows.labels(_FUNCTIONS[fixture], device)
+            found += [Subject(label, rows.name_of(label), device) for label in here]
+        assert found, f"no implementation for {fixture} on this machine"
+        parameters = [
+            pytest.param(x, id=f"{x.label}-{x.device}", marks=[pytest.mark.gpu] if x.device != "cpu" else [])
+            for x in found
+        ]
+        metafunc.parametrize(fixture, parameters, indirect=True)
+
+
+def _forced(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    with rows.only(request.param.label):
+        yield request.param
+
+
+subject, on_chunk, on_prefill, on_recurrent, on_decode, on_verify, on_gate = (
+    pytest.fixture(_forced, name=name) for name in ("subject", *_FUNCTIONS)
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_cula_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("CULA_"):
+            monkeypatch.delenv(name)

@@ -1,0 +1,46 @@
+"""The check grid as tests: every function of every implementation against the float64 recurrence."""
+
+from __future__ import annotations
+
+import pytest
+
+from cula.checks import grid, rows, runs
+from cula.checks.cases import Case
+
+
+def judged(subject, case: Case) -> list[grid.Outcome]:
+    outcomes = []
+    for function in runs.FUNCTIONS:
+        if subject.label in rows.labels(function, subject.device):
+            outcomes += grid.judge(function, case, subject.label, subject.device)
+    return outcomes
+
+
+def misses(outcomes: list[grid.Outcome]) -> list[str]:
+    return [
+        f"{x.function} {x.quantity}: {x.error:.2e} > {x.tolerance:.0e} ({x.case}) {x.reason or ''}"
+        for x in outcomes
+        if not x.passed
+    ]
+
+
+@pytest.mark.parametrize("case", grid.cases(), ids=lambda case: case.id)
+def test_grid(subject, case: Case) -> None:
+    outcomes = judged(subject, case)
+    assert outcomes or subject.label != "eager", "nothing was compared"
+    assert misses(outcomes) == []
+
+
+WIDE = [
+    Case(B=2, T=63, H=4, HV=4, K=128, V=128, dtype="bf16", gate="sigmoid", beta="logits", l2norm=True),
+    Case(B=1, T=130, H=2, HV=4, K=128, V=128, dtype="bf16", gate="channels", gates="same", v_first=True),
+    Case(B=1, T=100, H=1, HV=2, K=128, V=64, dtype="fp16", gate="softplus", lengths=(37, 63)),
+    Case(B=1, T=65, H=3, HV=3, K=100, V=128, dtype="fp32", gate="sigmoid", beta="logits_doubled", l2norm=True),
+    Case(B=1, T=40, H=1, HV=8, K=192, V=40, dtype="fp32", gate="mild"),
+    Case(B=1, T=33, H=2, HV=2, K=256, V=256, dtype="bf16", gate="mild"),
+]
+
+
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: case.id)
+def test_model_sized_heads(subject, case: Case) -> None:
+    assert misses(judged(subject, case)) == []
