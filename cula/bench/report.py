@@ -21,6 +21,10 @@ COLUMNS = (
     "gate", "impl", "ms", "least", "x floor", "error", "cula's speed", "by least", "bar", "peak MB", "x inputs", "bar",
 )  # fmt: skip
 
+#: The screen width that all columns need, and the columns that a narrower one does without.
+WIDE = 130
+LESSER = ("least", "by least", "x floor", "peak MB")
+
 
 def verdicts(records: Sequence[Record]) -> list[tuple[Record, str, float, float, bool]]:
     """(row, what, measured, bar, met) for every bar that these records can answer; what: "speed" or "memory"."""
@@ -38,18 +42,31 @@ def verdicts(records: Sequence[Record]) -> list[tuple[Record, str, float, float,
     return found
 
 
-def case_table(records: Sequence[Record]) -> Table:
-    """All gates of one row. A peer's line says how many times its speed ours has, and the bar for that."""
+def case_table(records: Sequence[Record], width: int = WIDE) -> Table:
+    """All gates of one row; columns that nobody fills are left out, some more where `width` is below `WIDE`.
+
+    A peer's line says how many times its speed ours has, and the bar for that.
+    """
+    from rich.box import SIMPLE_HEAD
+
     from cula.cli.console import make_table
 
-    table = make_table("", *COLUMNS)
+    lines = []
+    for i, record in enumerate(records):
+        same = i > 0 and records[i - 1].gate == record.gate
+        lines.append(["" if same else record.gate, *cells(record, records)])
+        if width < WIDE:
+            lines[-1][1] = record.impl
+    left_out = LESSER if width < WIDE else ()
+    used = [i for i, name in enumerate(COLUMNS) if name not in left_out and any(line[i] for line in lines)]
+    table = make_table("", *(COLUMNS[i] for i in used))
     table.title = None
-    gate = None
-    for record in records:
-        if record.gate != gate and gate is not None:
+    if width < WIDE:
+        table.box = SIMPLE_HEAD
+    for line in lines:
+        if line[0] and table.row_count:
             table.add_section()
-        table.add_row("" if record.gate == gate else record.gate, *cells(record, records))
-        gate = record.gate
+        table.add_row(*(line[i] for i in used))
     return table
 
 

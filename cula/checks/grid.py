@@ -13,6 +13,7 @@ from typing import Any
 
 from cula.checks import rows, runs
 from cula.checks.cases import BETAS, GATES, Case, Problem, make
+from cula.checks.tolerance import column
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 200)
 DTYPE_NAMES = ("fp64", "fp32", "bf16", "fp16")
@@ -72,6 +73,7 @@ def cut(draw: random.Random, total: int) -> tuple[int, ...]:
 class Outcome:
     """One quantity of one call: its error, what the table allows, and the verdict.
 
+    column: the column of the tolerance table. tolerance is inf where only finite numbers are promised.
     reason is set where the implementation refused the case (then nothing was compared) or raised.
     """
 
@@ -79,6 +81,7 @@ class Outcome:
     implementation: str
     device: str
     case: str
+    column: str
     quantity: str
     error: float
     tolerance: float
@@ -144,7 +147,8 @@ def judge(function: str, case: Case, label: str, device: str = "cpu") -> list[Ou
             reason = str(error)
             continue
         return _outcomes(function, problem, label, got, _truth(function, problem, gradients))
-    return [Outcome(function, label, device, planned.id, "refused", 0.0, 0.0, label != "eager", reason)]
+    where = (function, label, device, planned.id, column(planned.torch_dtype, device))
+    return [Outcome(*where, "refused", 0.0, 0.0, label != "eager", reason)]
 
 
 #: The last few references, so that the functions of one case share one.
@@ -167,13 +171,14 @@ def _outcomes(
     function: str, problem: Problem, label: str, got: runs.Quantities, truth: runs.Quantities
 ) -> list[Outcome]:
     case, device = problem.case, problem.q.device.type
+    where = (function, label, device, case.id, column(problem.q.dtype, device))
     found = runs.errors(problem, got, truth)
     allowed = runs.limits(problem, got)
     result = []
     for quantity, error in found.items():
         limit = allowed[quantity] if runs.promised(case, quantity) else float("inf")
         passed = error <= limit and error != float("inf")
-        result.append(Outcome(function, label, device, case.id, quantity, error, limit, passed))
+        result.append(Outcome(*where, quantity, error, limit, passed))
     return result
 
 
@@ -201,5 +206,6 @@ def sweep(
             outcomes = judge(function, case, label, kind)
         except Exception as error:  # a crash is a miss with its sentence, and the sweep goes on
             sentence = f"{type(error).__name__}: {error}"
-            outcomes = [Outcome(function, label, kind, case.id, "call", float("inf"), 0.0, False, sentence)]
+            where = (function, label, kind, case.id, column(case.torch_dtype, kind))
+            outcomes = [Outcome(*where, "call", float("inf"), 0.0, False, sentence)]
         yield index + 1, len(todo), outcomes

@@ -130,7 +130,7 @@ def _measure(
             found = []
             for gate in gates:
                 found += run_case(row, gate, [Cula(), *peers], facts, options, measure)
-            console.print("", title(found[0]), case_table(found), sep="\n")
+            console.print("", title(found[0]), case_table(found, console.width), sep="\n")
             records += found
     return records, facts, lines
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from cula.host.errors import RangeError
@@ -14,9 +16,10 @@ Tensor = torch.Tensor
 def check_values(p: KDAProblem, x: Operands) -> None:
     """RangeError for the first slot, accepted count, offset or boundary that is out of range."""
     slots = 0 if x.state_pool is None else x.state_pool.shape[0]
-    _slots("state_indices" if p.tokens_stage else "read_indices", x.read_indices, slots, x.null_index)
+    read = "state_indices" if p.tokens_stage else "read_indices"
+    _slots(read, x.read_indices, slots, x.null_index)
     _slots("write_indices", x.write_indices, slots, x.null_index)
-    _distinct("write_indices" if x.write_indices is not None else "the indices", p, x)
+    _distinct("write_indices" if x.write_indices is not None else read, p, x)
     if x.states_out is not None:
         _slots("states_out_indices", x.states_out_indices, x.states_out.shape[0], x.null_index)
     if x.num_accepted_tokens is not None:
@@ -25,7 +28,7 @@ def check_values(p: KDAProblem, x: Operands) -> None:
         _range("position_offsets", x.position_offsets, 0, 2**62)
     if x.checkpoint_offsets is not None:
         offsets = x.checkpoint_offsets.tolist()
-        if any(b < a for a, b in zip(offsets, offsets[1:])) or offsets[0] < 0 or offsets[-1] > x.checkpoints.shape[0]:
+        if any(b < a for a, b in pairwise(offsets)) or offsets[0] < 0 or offsets[-1] > x.checkpoints.shape[0]:
             raise RangeError(
                 f"checkpoint_offsets must not decrease and lie in 0..{x.checkpoints.shape[0]} (rows); got {offsets}"
             )
@@ -38,7 +41,7 @@ def _slots(name: str, indices: Tensor | None, slots: int, null_index: int) -> No
         return
     bad = indices[(indices != null_index) & ((indices < -1) | (indices >= slots))]
     if bad.numel():
-        raise RangeError(f"{name} must be null ({null_index}, -1) or lie in 0..{slots - 1}; got {bad[0].item()}")
+        raise RangeError(f"{name} must be null ({null_index}) or lie in 0..{slots - 1}; got {bad[0].item()}")
 
 
 def _range(name: str, values: Tensor, low: int, high: int) -> None:

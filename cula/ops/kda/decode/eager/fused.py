@@ -20,7 +20,7 @@ from cula.ops.kda.problem import KDAProblem, Operands
 Tensor = torch.Tensor
 
 _GATES = {"finished": 0, "softplus": 1, "lower_bound": 2}
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
+_NOTHING = {torch.float32: np.empty(0, np.float32), torch.float64: np.empty(0, np.float64)}
 _BITS = {torch.float32: np.empty(0, np.int32), torch.float64: np.empty(0, np.int64)}
 _NO_INDEX = np.empty(0, np.int64)
 _one_at_a_time = threading.Lock()  # Numba's default thread pool takes one parallel region at a time
@@ -51,27 +51,27 @@ def _walkable(p: KDAProblem, x: Operands) -> bool:
 
 
 def _walk(p: KDAProblem, x: Operands, pool: Tensor, read: np.ndarray, write: np.ndarray, mode: int) -> Tensor:
-    dtype = pool.dtype
-    direct = x.out is not None and x.out.dtype == dtype and x.out.is_contiguous()
-    out = x.out if direct else torch.empty(x.v.shape, dtype=dtype)
+    dtype, memo = pool.dtype, x.memo
+    if "sizes" not in memo:
+        memo["numbers"] = np.array([p.scale, p.lower_bound or 0.0], np.float64)
+        memo["sizes"] = _sizes(p, x, pool, pool if x.states_out is None else x.states_out, mode)
+    out, direct = x.out, True
+    if out is None or out.dtype != dtype or not out.is_contiguous():
+        out, direct = torch.empty(x.v.shape, dtype=dtype), x.out is None and x.v.dtype == dtype
     bounds = _NO_INDEX
     if p.packed:
         out.zero_()
         bounds = np.array(x.boundaries, np.int64)
-    states_out = pool if x.states_out is None else x.states_out
-    memo = x.memo
-    if "sizes" not in memo:
-        memo["numbers"] = np.array([p.scale, p.lower_bound or 0.0], np.float64)
-        memo["sizes"] = _sizes(p, x, pool, states_out, mode)
+    memory = _memory(pool)
     _launch(
-        *(_flat(t, dtype) for t in (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias)),
-        memo["numbers"], memo["sizes"], _BITS[dtype], bounds, read, write,
-        _NO_INDEX if x.states_out is None else _index(x.states_out_indices).reshape(-1),
-        _memory(pool), _memory(states_out), out.numpy().reshape(-1),
+        _flat(x.q, dtype), _flat(x.k, dtype), _flat(x.v, dtype), _flat(x.g, dtype), _flat(x.beta, dtype),
+        _flat(x.A_log, dtype), _flat(x.dt_bias, dtype), memo["numbers"], memo["sizes"], _BITS[dtype], bounds, read,
+        write, _NO_INDEX if x.states_out is None else _index(x.states_out_indices).reshape(-1), memory,
+        memory if x.states_out is None else _memory(x.states_out), out.numpy().reshape(-1),
     )  # fmt: skip
-    if x.out is not None:
-        return x.out if direct else x.out.copy_(out)
-    return out if out.dtype == x.v.dtype else out.to(x.v.dtype)
+    if direct:
+        return out
+    return out.to(x.v.dtype) if x.out is None else x.out.copy_(out)
 
 
 def _sizes(p: KDAProblem, x: Operands, pool: Tensor, states_out: Tensor, mode: int) -> np.ndarray:
@@ -94,7 +94,7 @@ def _sizes(p: KDAProblem, x: Operands, pool: Tensor, states_out: Tensor, mode: i
 
 def _flat(x: Tensor | None, dtype: torch.dtype) -> np.ndarray:
     if x is None:
-        return np.empty(0, _NUMPY[dtype])
+        return _NOTHING[dtype]
     if x.dtype != dtype or not x.is_contiguous():
         x = x.detach().to(dtype).contiguous()
     elif x.requires_grad:
@@ -112,7 +112,7 @@ def _memory(pool: Tensor) -> np.ndarray:
     if pool.is_contiguous():
         return pool.numpy().reshape(-1)
     if pool.numel() == 0:
-        return np.empty(0, _NUMPY[pool.dtype])
+        return _NOTHING[pool.dtype]
     size = 1 + sum((n - 1) * s for n, s in zip(pool.shape, pool.stride(), strict=True))
     return pool.as_strided((size,), (1,)).numpy()
 

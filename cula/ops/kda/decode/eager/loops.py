@@ -1,8 +1,9 @@
 """The loops that Numba compiles for `fused`: the innermost ones run over K, four state rows at a time, and vectorise.
 
-A token takes four rows in two passes: `held` <- decayed `source`, with the products with k; then `target` <- `held`
-plus the write, with the products with q. Source and target may be the same memory, `held` never is, so that every
-call takes the same vector path and one token gives the same bits as one of many.
+A token updates four rows in place: one pass for the products of the decayed rows with k, one that decays, writes
+and forms the products with q. Rows that must not change where they lie are first copied to a small buffer, so one
+function serves every case and one token gives the same bits as one of many: it is called from one place, because a
+compiler may round differently in two inlined copies of one loop.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 #: Tokens whose activations are held at once.
 BLOCK = 16
@@ -57,6 +61,35 @@ EXP = {
 EXP4, EXP8 = EXP[4], EXP[8]
 
 
+@intrinsic
+def address_of(typingctx, array):
+    """The address of a flat array's first element."""
+
+    def codegen(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.ptrtoint(data, context.get_value_type(types.intp))
+
+    return types.intp(array), codegen
+
+
+@intrinsic
+def array_at(typingctx, like, address, size):
+    """A flat array of the type of `like` over memory that somebody else keeps alive: costs no reference count."""
+
+    def codegen(context, builder, signature, arguments):
+        kind = signature.return_type
+        array = context.make_array(kind)(context, builder)
+        item = context.get_data_type(kind.dtype)
+        size_of = context.get_constant(types.intp, context.get_abi_sizeof(item))
+        populate_array(
+            array, data=builder.inttoptr(arguments[1], item.as_pointer()), shape=(arguments[2],), strides=(size_of,),
+            itemsize=size_of, meminfo=None,
+        )  # fmt: skip
+        return array._getvalue()
+
+    return like(like, types.intp, types.intp), codegen
+
+
 @compiled()
 def exp_row(x, bits):
     """x <- exp(x), in place, without a branch, so that it vectorises; NaN stays NaN. bits: integer scratch `[K]`."""
@@ -71,12 +104,14 @@ def exp_row(x, bits):
         n = n if n > real(-bias) else real(-bias)
         n = n if n < real(bias + 1) else real(bias + 1)
         r = y - n * real(high) - n * real(low)
-        p = real(1 / 6227020800)
-        p = p * r + real(1 / 479001600)
-        p = p * r + real(1 / 39916800)
-        p = p * r + real(1 / 3628800)
-        p = p * r + real(1 / 362880)
-        p = p * r + real(1 / 40320)
+        p = real(0.0)
+        if x.itemsize == 8:
+            p = real(1 / 6227020800)
+            p = p * r + real(1 / 479001600)
+            p = p * r + real(1 / 39916800)
+            p = p * r + real(1 / 3628800)
+            p = p * r + real(1 / 362880)
+            p = p * r + real(1 / 40320)
         p = p * r + real(1 / 5040)
         p = p * r + real(1 / 720)
         p = p * r + real(1 / 120)
@@ -91,10 +126,12 @@ def exp_row(x, bits):
 
 
 @compiled()
-def activate(q, k, g, beta, A_log, dt_bias, numbers, sizes, token, head, decay, keys, queries, bits):
-    """Finish the inputs of one token and head into decay, keys, queries (scaled) `[K]`; returns beta."""
+def activate(q, k, g, beta, A_log, dt_bias, numbers, sizes, token, head, finished, bits):
+    """Finish one token and head into the rows decay, keys, queries (scaled), decay * keys; returns beta."""
     real = q.dtype.type
     width = sizes[K]
+    decay, keys = finished[:width], finished[width : 2 * width]
+    queries, decayed = finished[2 * width : 3 * width], finished[3 * width :]
     at = (token * sizes[H] + head // (sizes[HV] // sizes[H])) * width
     q_row, k_row = q[at : at + width], k[at : at + width]
     at = (token * sizes[HV] + head) * width
@@ -125,6 +162,8 @@ def activate(q, k, g, beta, A_log, dt_bias, numbers, sizes, token, head, decay, 
         for c in range(width):
             decay[c] = real(numbers[1]) / (real(1.0) + decay[c])
     exp_row(decay, bits)
+    for c in range(width):
+        decayed[c] = decay[c] * keys[c]
     b = beta[token * sizes[HV] + head]
     return real(sizes[SIGMOID]) / (real(1.0) + math.exp(-b)) if sizes[SIGMOID] > 0 else b
 
@@ -134,56 +173,57 @@ def activate(q, k, g, beta, A_log, dt_bias, numbers, sizes, token, head, decay, 
 
 
 @compiled()
-def four_rows(source, from_at, from_stride, target, to_at, to_stride, held, token, b, v, out, at):
-    """One token (decay, keys, queries = rows of `token`) of four state rows, from `source` to `target`."""
-    width = held.shape[1]
-    zero = held.dtype.type(0.0)
-    s0, step = np.uint64(from_at), np.uint64(from_stride)
-    s1, s2, s3 = s0 + step, s0 + step + step, s0 + step + step + step
+def four_rows(rows, at, stride, tokens, token, width, b, v, out, place):
+    """One token of four state rows in place, `stride` apart from `at` on.
+
+    tokens[token ..]: `width` decays, keys, queries and decayed keys, one after the other. place: in v and out.
+    """
+    zero = rows.dtype.type(0.0)
+    r0, step = np.uint64(at), np.uint64(stride)
+    r1, r2, r3 = r0 + step, r0 + step + step, r0 + step + step + step
+    decay, step = np.uint64(token), np.uint64(width)
+    keys, queries, decayed = decay + step, decay + step + step, decay + step + step + step
     x0, x1, x2, x3 = zero, zero, zero, zero
     for c in range(width):
         j = np.uint64(c)
-        a, key = token[0, c], token[1, c]
-        y0, y1, y2, y3 = source[s0 + j] * a, source[s1 + j] * a, source[s2 + j] * a, source[s3 + j] * a
-        held[0, c], held[1, c], held[2, c], held[3, c] = y0, y1, y2, y3
-        x0 += y0 * key
-        x1 += y1 * key
-        x2 += y2 * key
-        x3 += y3 * key
-    u0, u1, u2, u3 = b * (v[at] - x0), b * (v[at + 1] - x1), b * (v[at + 2] - x2), b * (v[at + 3] - x3)
-    t0, step = np.uint64(to_at), np.uint64(to_stride)
-    t1, t2, t3 = t0 + step, t0 + step + step, t0 + step + step + step
+        key = tokens[decayed + j]
+        x0 += rows[r0 + j] * key
+        x1 += rows[r1 + j] * key
+        x2 += rows[r2 + j] * key
+        x3 += rows[r3 + j] * key
+    u0, u1, u2, u3 = b * (v[place] - x0), b * (v[place + 1] - x1), b * (v[place + 2] - x2), b * (v[place + 3] - x3)
     x0, x1, x2, x3 = zero, zero, zero, zero
     for c in range(width):
         j = np.uint64(c)
-        key, query = token[1, c], token[2, c]
-        y0, y1, y2, y3 = held[0, c] + u0 * key, held[1, c] + u1 * key, held[2, c] + u2 * key, held[3, c] + u3 * key
-        target[t0 + j], target[t1 + j], target[t2 + j], target[t3 + j] = y0, y1, y2, y3
+        a, key, query = tokens[decay + j], tokens[keys + j], tokens[queries + j]
+        y0, y1 = rows[r0 + j] * a + u0 * key, rows[r1 + j] * a + u1 * key
+        y2, y3 = rows[r2 + j] * a + u2 * key, rows[r3 + j] * a + u3 * key
+        rows[r0 + j], rows[r1 + j], rows[r2 + j], rows[r3 + j] = y0, y1, y2, y3
         x0 += y0 * query
         x1 += y1 * query
         x2 += y2 * query
         x3 += y3 * query
-    out[at], out[at + 1], out[at + 2], out[at + 3] = x0, x1, x2, x3
+    out[place], out[place + 1], out[place + 2], out[place + 3] = x0, x1, x2, x3
 
 
 @compiled()
-def one_row(source, from_at, target, to_at, held, token, b, v, out, at):
+def one_row(rows, at, tokens, token, width, b, v, out, place):
     """One token of one state row, as `four_rows`."""
-    width = held.shape[1]
-    zero = held.dtype.type(0.0)
-    s0, t0 = np.uint64(from_at), np.uint64(to_at)
+    zero = rows.dtype.type(0.0)
+    r0 = np.uint64(at)
+    decay, step = np.uint64(token), np.uint64(width)
+    keys, queries, decayed = decay + step, decay + step + step, decay + step + step + step
     x = zero
     for c in range(width):
-        y = source[s0 + np.uint64(c)] * token[0, c]
-        held[0, c] = y
-        x += y * token[1, c]
-    u = b * (v[at] - x)
+        x += rows[r0 + np.uint64(c)] * tokens[decayed + np.uint64(c)]
+    u = b * (v[place] - x)
     x = zero
     for c in range(width):
-        y = held[0, c] + u * token[1, c]
-        target[t0 + np.uint64(c)] = y
-        x += y * token[2, c]
-    out[at] = x
+        j = np.uint64(c)
+        y = rows[r0 + j] * tokens[decay + j] + u * tokens[keys + j]
+        rows[r0 + j] = y
+        x += y * tokens[queries + j]
+    out[place] = x
 
 
 @compiled()
@@ -206,59 +246,40 @@ def slot_of(indices, row, slots, null):
 
 @compiled()
 def take_rows(
-    count,
-    first,
-    at,
-    r,
-    rows,
-    slot,
-    target_slot,
-    offset,
-    sizes,
-    v,
-    out,
-    pool,
-    states_out,
-    out_ids,
-    held,
-    state,
-    tokens,
-    b,
+    low, high, count, first, head, slot, target_slot, sizes, v, out, pool, states_out, out_ids, state, tokens, b
 ):
-    """`rows` (4 or 1) state rows through a block of tokens: pool slot `slot` -> `target_slot` (-1: nowhere).
-
-    at: where row r of the first token is in v and out. offset: of the rows in a slot. The calls are spelled out
-    because an array variable that changes its meaning costs atomic reference counts.
-    """
-    width, stride = sizes[K], sizes[POOL_STRIDES + 2]
-    source_at, target_at = slot * sizes[POOL_STRIDES] + offset, target_slot * sizes[POOL_STRIDES] + offset
-    direct = count == 1 and target_slot >= 0 and out_ids.shape[0] == 0
-    if rows == ROWS:
-        if direct:
-            four_rows(pool, source_at, stride, pool, target_at, stride, held, tokens[0], b[0], v, out, at)
+    """State rows low..high of one head through a block of tokens: pool slot `slot` -> `target_slot` (-1: nowhere)."""
+    width, stride, item = sizes[K], sizes[POOL_STRIDES + 2], pool.itemsize
+    source_at = slot * sizes[POOL_STRIDES] + head * sizes[POOL_STRIDES + 1]
+    target_at = target_slot * sizes[POOL_STRIDES] + head * sizes[POOL_STRIDES + 1]
+    in_place = target_slot == slot and count == 1 and out_ids.shape[0] == 0
+    address, step, base = address_of(state), width, 0
+    if in_place:
+        address, step = address_of(pool) + source_at * item, stride
+    work = array_at(pool, address, max(ROWS * width, high * stride + width))
+    finished = array_at(pool, address_of(tokens), tokens.shape[0])
+    r = low
+    while r < high:
+        rows = ROWS if r + ROWS <= high else 1
+        if in_place:
+            base = r * stride
         else:
-            four_rows(pool, source_at, stride, state, 0, width, held, tokens[0], b[0], v, out, at)
-    elif direct:
-        one_row(pool, source_at, pool, target_at, held, tokens[0], b[0], v, out, at)
-    else:
-        one_row(pool, source_at, state, 0, held, tokens[0], b[0], v, out, at)
-    if direct:
-        return
-    head = at // sizes[V] % sizes[HV]
-    for i in range(count):
-        if i > 0:
-            at += sizes[HV] * sizes[V]
+            copy_rows(pool, source_at + r * stride, stride, state, 0, width, rows, width)
+        place = (first * sizes[HV] + head) * sizes[V] + r
+        for i in range(count):
             if rows == ROWS:
-                four_rows(state, 0, width, state, 0, width, held, tokens[i], b[i], v, out, at)
+                four_rows(work, base, step, finished, i * 4 * width, width, b[i], v, out, place)
             else:
-                one_row(state, 0, state, 0, held, tokens[i], b[i], v, out, at)
-        if out_ids.shape[0] > 0:
-            wanted = slot_of(out_ids, first + i, sizes[OUT_SLOTS], sizes[NULL])
-            if wanted >= 0:
-                place = wanted * sizes[OUT_STRIDES] + head * sizes[OUT_STRIDES + 1] + r * sizes[OUT_STRIDES + 2]
-                copy_rows(state, 0, width, states_out, place, sizes[OUT_STRIDES + 2], rows, width)
-    if target_slot >= 0:
-        copy_rows(state, 0, width, pool, target_at, stride, rows, width)
+                one_row(work, base, finished, i * 4 * width, width, b[i], v, out, place)
+            place += sizes[HV] * sizes[V]
+            if out_ids.shape[0] > 0:
+                wanted = slot_of(out_ids, first + i, sizes[OUT_SLOTS], sizes[NULL])
+                if wanted >= 0:
+                    to = wanted * sizes[OUT_STRIDES] + head * sizes[OUT_STRIDES + 1] + r * sizes[OUT_STRIDES + 2]
+                    copy_rows(state, 0, width, states_out, to, sizes[OUT_STRIDES + 2], rows, width)
+        if target_slot >= 0 and not in_place:
+            copy_rows(state, 0, width, pool, target_at + r * stride, stride, rows, width)
+        r += rows
 
 
 @compiled(parallel=True)
@@ -289,23 +310,18 @@ def walk(q, k, v, g, beta, A_log, dt_bias, numbers, sizes, bits, bounds, read, w
                 at = ((first + i) * heads + head) * sizes[V]
                 out[at + low : at + high] = 0.0
             continue
-        tokens = np.empty((BLOCK, 3, width), q.dtype)  # decay, keys, queries
-        held, state, b = np.empty((ROWS, width), q.dtype), np.empty(ROWS * width, q.dtype), np.empty(BLOCK, q.dtype)
+        tokens = np.empty(BLOCK * 4 * width, q.dtype)  # per token: decays, keys, queries, decayed keys
+        state, b = np.empty(ROWS * width, q.dtype), np.empty(BLOCK, q.dtype)
         scratch = np.empty(width, bits.dtype)
         for start in range(0, count, BLOCK):
             block = min(BLOCK, count - start)
             for i in range(block):
                 b[i] = activate(
-                    q, k, g, beta, A_log, dt_bias, numbers, sizes, first + start + i, head, tokens[i, 0], tokens[i, 1],
-                    tokens[i, 2], scratch,
+                    q, k, g, beta, A_log, dt_bias, numbers, sizes, first + start + i, head,
+                    tokens[i * 4 * width : (i + 1) * 4 * width], scratch,
                 )  # fmt: skip
-            r = low
-            while r < high:
-                rows = ROWS if r + ROWS <= high else 1
-                take_rows(
-                    block, first + start, ((first + start) * heads + head) * sizes[V] + r, r, rows, slot, target_slot,
-                    head * sizes[POOL_STRIDES + 1] + r * sizes[POOL_STRIDES + 2], sizes, v, out, pool, states_out,
-                    out_ids, held, state, tokens, b,
-                )  # fmt: skip
-                r += rows
+            take_rows(
+                low, high, block, first + start, head, slot, target_slot, sizes, v, out, pool, states_out, out_ids,
+                state, tokens, b,
+            )  # fmt: skip
             slot = target_slot
