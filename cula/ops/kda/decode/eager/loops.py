@@ -18,6 +18,8 @@ from numba.core import types
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
+#: The length given to arrays that are made of an address: beyond every index, so that no slice is cut short.
+FLAT = 1 << 60
 #: Tokens whose activations are held at once.
 BLOCK = 16
 #: State rows that one pass takes through a token.
@@ -26,7 +28,8 @@ ROWS = 4
 # Where `sizes` holds what.
 H, HV, K, V, GATE, SIGMOID, L2NORM, HAS_A, HAS_BIAS = range(9)
 POOL_STRIDES, OUT_STRIDES, SPLITS, N, TOKENS, SLOTS, OUT_SLOTS, NULL, WRITE = 9, 12, 15, 16, 17, 18, 19, 20, 21
-COUNT = 22
+PACKED, INDEXED, STATES_OUT = 22, 23, 24
+COUNT = 25
 #: Values of `sizes[WRITE]`.
 WRITE_NONE, WRITE_READ, WRITE_GIVEN = range(3)
 
@@ -237,9 +240,7 @@ def copy_rows(source, from_at, from_stride, target, to_at, to_stride, rows, widt
 
 @compiled()
 def slot_of(indices, row, slots, null):
-    """The slot of a row, -1 where it is null or out of range; no indices: its own number."""
-    if indices.shape[0] == 0:
-        return row
+    """The slot of a row, -1 where it is null or out of range."""
     slot = indices[row]
     return -1 if slot < 0 or slot >= slots or slot == null else slot
 
@@ -252,7 +253,7 @@ def take_rows(
     width, stride, item = sizes[K], sizes[POOL_STRIDES + 2], pool.itemsize
     source_at = slot * sizes[POOL_STRIDES] + head * sizes[POOL_STRIDES + 1]
     target_at = target_slot * sizes[POOL_STRIDES] + head * sizes[POOL_STRIDES + 1]
-    in_place = target_slot == slot and count == 1 and out_ids.shape[0] == 0
+    in_place = target_slot == slot and count == 1 and not sizes[STATES_OUT]
     address, step, base = address_of(state), width, 0
     if in_place:
         address, step = address_of(pool) + source_at * item, stride
@@ -272,7 +273,7 @@ def take_rows(
             else:
                 one_row(work, base, finished, i * 4 * width, width, b[i], v, out, place)
             place += sizes[HV] * sizes[V]
-            if out_ids.shape[0] > 0:
+            if sizes[STATES_OUT]:
                 wanted = slot_of(out_ids, first + i, sizes[OUT_SLOTS], sizes[NULL])
                 if wanted >= 0:
                     to = wanted * sizes[OUT_STRIDES] + head * sizes[OUT_STRIDES + 1] + r * sizes[OUT_STRIDES + 2]
@@ -283,11 +284,22 @@ def take_rows(
 
 
 @compiled(parallel=True)
-def walk(q, k, v, g, beta, A_log, dt_bias, numbers, sizes, bits, bounds, read, write, out_ids, pool, states_out, out):
-    """Every (sequence, head, part of V) through its tokens. All arrays flat; see `fused` for their meaning.
+def walk(real, integer, numbers, sizes, addresses):
+    """Every (sequence, head, part of V) through its tokens.
 
-    bits: an empty array of integers as wide as the real type.
+    real: an empty array of the compute type, integer: of integers as wide. numbers: scale, lower_bound.
+    addresses: of q, k, v, g, beta, A_log, dt_bias, pool, states_out, out (real), bounds, read, write, out_ids
+    (int64), all flat and contiguous but the pools, whose strides are in `sizes`; an absent one is never touched.
     """
+    q, k, v, g, beta = (
+        array_at(real, addresses[0], FLAT), array_at(real, addresses[1], FLAT), array_at(real, addresses[2], FLAT),
+        array_at(real, addresses[3], FLAT), array_at(real, addresses[4], FLAT),
+    )  # fmt: skip
+    A_log, dt_bias = array_at(real, addresses[5], FLAT), array_at(real, addresses[6], FLAT)
+    pool, states_out = array_at(real, addresses[7], FLAT), array_at(real, addresses[8], FLAT)
+    out = array_at(real, addresses[9], FLAT)
+    bounds, read = array_at(sizes, addresses[10], FLAT), array_at(sizes, addresses[11], FLAT)
+    write, out_ids = array_at(sizes, addresses[12], FLAT), array_at(sizes, addresses[13], FLAT)
     splits, heads, width = sizes[SPLITS], sizes[HV], sizes[K]
     groups = sizes[V] // ROWS
     for task in numba.prange(sizes[N] * heads * splits):
@@ -295,11 +307,11 @@ def walk(q, k, v, g, beta, A_log, dt_bias, numbers, sizes, bits, bounds, read, w
         head = (task // splits) % heads
         n = task // (splits * heads)
         first, count = n * sizes[TOKENS], sizes[TOKENS]
-        if bounds.shape[0] > 0:
+        if sizes[PACKED]:
             first, count = bounds[n], bounds[n + 1] - bounds[n]
         low = ROWS * (groups * part // splits)
         high = ROWS * (groups * (part + 1) // splits) if part + 1 < splits else sizes[V]
-        slot = slot_of(read, n, sizes[SLOTS], sizes[NULL])
+        slot = slot_of(read, n, sizes[SLOTS], sizes[NULL]) if sizes[INDEXED] else n
         target_slot = -1
         if sizes[WRITE] == WRITE_READ:
             target_slot = slot
@@ -310,9 +322,9 @@ def walk(q, k, v, g, beta, A_log, dt_bias, numbers, sizes, bits, bounds, read, w
                 at = ((first + i) * heads + head) * sizes[V]
                 out[at + low : at + high] = 0.0
             continue
-        tokens = np.empty(BLOCK * 4 * width, q.dtype)  # per token: decays, keys, queries, decayed keys
-        state, b = np.empty(ROWS * width, q.dtype), np.empty(BLOCK, q.dtype)
-        scratch = np.empty(width, bits.dtype)
+        tokens = np.empty(BLOCK * 4 * width, real.dtype)  # per token: decays, keys, queries, decayed keys
+        state, b = np.empty(ROWS * width, real.dtype), np.empty(BLOCK, real.dtype)
+        scratch = np.empty(width, integer.dtype)
         for start in range(0, count, BLOCK):
             block = min(BLOCK, count - start)
             for i in range(block):
