@@ -123,21 +123,25 @@ def prefix_stability(label: str, device: str) -> None:
     Token by token functions: NaN too. Chunked ones: any finite number of any size, and NaN from the next chunk on,
     since a product with a masked operand turns 0 * NaN of one chunk into NaN.
     """
-    for function in ("chunk_kda", "kda_prefill", "fused_recurrent_kda"):
+    for function, (T, _) in PREFIXES.items():
         if label in labels(function, device):
-            each_accepted(lambda case, f=function: _prefix(f, label, case.replace(B=2, T=130, seed=3), device))
-    if label in labels("kda_verify", device):
-        each_accepted(lambda case: _prefix("kda_verify", label, case.replace(B=2, T=9, seed=3), device))
+            each_accepted(lambda case, f=function, t=T: _prefix(f, label, case.replace(B=2, T=t, seed=3), device))
 
 
-PREFIXES = (1, 2, 7, 15, 16, 33, 64, 65, 128, 129)
+#: Per function: tokens, and after how many of them the rest is changed.
+PREFIXES = {
+    "chunk_kda": (130, (1, 2, 15, 16, 33, 64, 65, 128, 129)),
+    "kda_prefill": (130, (7, 63, 64, 100)),
+    "fused_recurrent_kda": (20, (1, 2, 7, 16, 19)),
+    "kda_verify": (9, (1, 4, 8)),
+}
 
 
 def _prefix(function: str, label: str, case: Case, device: str) -> None:
     p = make(case, device)
     expected = output(function, p, label)
     step = case.chunk_size if function in ("chunk_kda", "kda_prefill") else 1
-    for n in (n for n in PREFIXES if n < case.T):
+    for n in PREFIXES[function][1]:
         place = f"{function} {case.id}: the first {n} outputs"
         got = output(function, p.tokens(0, n), label)
         assert bits_equal(got, expected[:, :n]), f"{place} change when later tokens are appended"
@@ -148,15 +152,21 @@ def _prefix(function: str, label: str, case: Case, device: str) -> None:
 
 def later_tokens(p: Problem, n: int, chunk_end: int) -> dict[str, Problem]:
     """The problem with other tokens from n on: other random ones, huge values, closed gates, NaN from a chunk on."""
+    names = ("q", "k", "v", "g", "beta")
     other = make(p.case.replace(seed=p.case.seed + 1), p.q.device)
-    result = {name: p.map(torch.clone) for name in ("other numbers", "huge values", "closed gates", "NaN")}
-    for field in ("q", "k", "v", "g", "beta"):
-        getattr(result["other numbers"], field)[:, n:] = getattr(other, field)[:, n:]
-        getattr(result["NaN"], field)[:, chunk_end:] = math.nan
-    result["huge values"].v[:, n:] = 1e4
-    result["huge values"].q[:, n:] = -1e4
-    result["closed gates"].g[:, n:] = 1e4 if p.raw_gate else -1e3
-    return result
+
+    def with_later(start: int, **values: float | torch.Tensor) -> Problem:
+        changed = {name: getattr(p, name).clone() for name in values}
+        for name, value in values.items():
+            changed[name][:, start:] = value[:, start:] if isinstance(value, torch.Tensor) else value
+        return p.map(lambda x: x, **changed)
+
+    return {
+        "other numbers": with_later(n, **{name: getattr(other, name) for name in names}),
+        "huge values": with_later(n, v=1e4, q=-1e4),
+        "closed gates": with_later(n, g=1e4 if p.raw_gate else -1e3),
+        "NaN": with_later(chunk_end, **dict.fromkeys(names, math.nan)),
+    }
 
 
 def output(function: str, p: Problem, label: str) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 from cula.host.errors import RangeError
@@ -89,3 +90,9 @@ def target_of(device: Any) -> Target:
 
         return cuda_target(torch.cuda.current_device() if device.index is None else device.index)
     return Target(device.type)
+
+
+@lru_cache(maxsize=1)
+def has_numba() -> bool:
+    """Numba can be imported here."""
+    return find_spec("numba") is not None

@@ -32,7 +32,8 @@ MISTAKES = {
 
 @pytest.fixture
 def small_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small rows, no peers, small machine steps."""
+    """Small rows, no peers, small machine steps, a wide terminal."""
+    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(
         cases,
         "CASES",

@@ -120,6 +120,8 @@ def _imports(where: str, imports: list[tuple[str, bool]]) -> Iterator[str]:
     for module, at_load in dict.fromkeys(imports):
         top = module.split(".")[0]
         allowed = ALLOWED_DSLS.get(arch, DSLS if algorithm == "common" else set())
+        if in_ops and stage is None and arch is None and algorithm != "common":
+            allowed = {"numba"}  # CPU loops that the eager rows of several stages share stand above the stages
         if top in COMPILERS and top not in allowed:
             yield f"imports {top}, which only {_who_may(top)} may"
         if at_load and top == "torch" and _is_torch_free(parts):

@@ -79,6 +79,11 @@ class KDAProblem:
         return not self.packed or self.lengths is not None
 
     @property
+    def compute_dtype(self) -> str:
+        """What the eager rows compute in."""
+        return "fp64" if self.dtype == "fp64" else "fp32"
+
+    @property
     def tokens_stage(self) -> bool:
         """A kda_decode or kda_verify call (kda_prefill describes its pool too, but no token count)."""
         return self.pool and self.tokens > 0
@@ -374,13 +379,13 @@ def lengths_of(bounds: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 def check_pool(name: str, pool: Any, tail: tuple[int, int, int], dtype: str, device: Any) -> None:
-    """Check a pool `[slots, HV, V, K]`: fp32 or bf16 (fp64 in fp64 calls), any slot stride, rows not overlapping."""
+    """Check a pool `[slots, HV, V, K]`: fp32 or bf16 (fp64 calls: fp64 too), any slot stride, rows not overlapping."""
     if not isinstance(pool, torch.Tensor):
         raise DtypeError(f"{name} must be a tensor [slots, HV, V, K]; got {type(pool).__name__}")
     if pool.dim() != 4 or tuple(pool.shape[1:]) != tail:
         raise ShapeError(f"{name} must be [slots, HV, V, K] = [slots, {', '.join(map(str, tail))}]; "
                          f"got {list(pool.shape)}")  # fmt: skip
-    allowed = ("fp64",) if dtype == "fp64" else ("fp32", "bf16")
+    allowed = ("fp32", "bf16", "fp64") if dtype == "fp64" else ("fp32", "bf16")
     if dtype_name(pool) not in allowed:
         raise DtypeError(f"{name} must be {' or '.join(allowed)} for {dtype} inputs; got {dtype_name(pool)}")
     if pool.device != device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cula.host.arch import Target
+from cula.host.arch import Target, has_numba
 from cula.host.table import Row, Rule, choose, request_for
 
 FORWARD = "chunk forward"
@@ -31,6 +31,21 @@ _EAGER_RULES = (
 _EAGER_STATUS = "measured on CPU (x86-64, AVX-512); not run on GPU"
 
 FORWARD_ROWS: tuple[Row, ...] = (
+    Row(
+        name="eager",
+        mechanism="fused",
+        algorithm="kda",
+        stage=FORWARD,
+        arch="CPU",
+        dsl="numba",
+        status="measured on CPU (x86-64, AVX-512)",
+        entry="cula.ops.kda.chunk.eager.fused:run",
+        rules=(
+            Rule(_real_device, "needs tensors with values, got {t.kind} tensors"),
+            Rule(lambda p, t: t.kind == "cpu", "(fused) needs a CPU, got {t.name}"),
+            Rule(lambda p, t: has_numba(), "(fused) needs numba; install cula[cpu]"),
+        ),
+    ),
     Row(
         name="eager",
         mechanism="batched",

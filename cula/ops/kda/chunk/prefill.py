@@ -66,7 +66,7 @@ def kda_prefill(
             gate is raw, beta logits and q, k unnormalised unless `gate_is_raw`, `beta_is_logits`, `normalize_qk`
             say otherwise.
         cu_seqlens, cu_seqlens_cpu: packed sequences, as `chunk_kda`.
-        state_pool: `[slots, HV, V, K]` fp32 or bf16 (fp64 in fp64 calls), any slot stride; None starts from zero
+        state_pool: `[slots, HV, V, K]` fp32 or bf16 (fp64 calls: fp64 too), any slot stride; None starts from zero
             and keeps nothing.
         read_indices: `[N]` slot that each sequence starts from (default n). A null or out-of-range index reads a
             zero state. write_indices: `[N]` slot that gets the final state (default: the one that was read);

@@ -139,7 +139,7 @@ def kda_decode(
 
     Args:
         q, k: `[N, 1, H, K]` or `[1, N, H, K]`; v: `[.., HV, V]`; g: `[.., HV, K]`; beta: `[.., HV]`, in the same form.
-        state_pool: `[slots, HV, V, K]` fp32 or bf16 (fp64 in fp64 calls), any slot stride, updated in place.
+        state_pool: `[slots, HV, V, K]` fp32 or bf16 (fp64 calls: fp64 too), any slot stride, updated in place.
         state_indices: `[N]` int32 or int64, any stride: the slot of each sequence; or `[N, S+1]` with
             `num_accepted_tokens [N]` (1..S+1): column accepted - 1 is read, and `write_indices` is required.
             A row that reads a null or out-of-range slot gives zeros and touches nothing.

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any
 
-from cula.host.arch import Target
+from cula.host.arch import Target, has_numba
 from cula.host.table import Row, Rule
 
 RECURRENT = "recurrent"
 DECODE = "decode"
 VERIFY = "verify"
-
-
-@lru_cache(maxsize=1)
-def has_numba() -> bool:
-    """Numba can be imported here."""
-    return find_spec("numba") is not None
 
 
 def _rule(holds: Callable[[Any, Target], bool], reason: str) -> Rule:
@@ -28,7 +20,7 @@ def _rule(holds: Callable[[Any, Target], bool], reason: str) -> Rule:
 _FUSED = (
     _rule(lambda p, t: t.kind == "cpu", "(fused) needs a CPU, got {t.name}"),
     _rule(lambda p, t: has_numba(), "(fused) needs numba; install cula[cpu]"),
-    _rule(lambda p, t: p.state_dtype in ("fp32", "fp64"), "(fused) needs an fp32 or fp64 state, got {p.state_dtype}"),
+    _rule(lambda p, t: p.state_dtype == p.compute_dtype, "(fused) needs {p.compute_dtype} states, got {p.state_dtype}"),
 )
 _STEPWISE = (_rule(lambda p, t: t.kind != "meta", "needs tensors with values, got {t.kind} tensors"),)
 _LENGTHS = _rule(lambda p, t: p.host_lengths, "needs the sequence lengths on the host")

@@ -256,8 +256,14 @@ def test_a_bf16_states_out_beside_an_fp32_pool(on_verify) -> None:
 BAD = [
     ({"states_out": torch.zeros(15, 2, 12, 16)}, "states_out_indices"),
     ({"states_out_indices": torch.zeros(3, 5, dtype=torch.int32)}, "states_out"),
-    ({"states_out": torch.zeros(9, 2, 16, 12), "states_out_indices": torch.zeros(3, 5, dtype=torch.int32)}, "states_out"),
-    ({"states_out": torch.zeros(9, 2, 12, 16), "states_out_indices": torch.zeros(5, 3, dtype=torch.int32)}, "states_out"),
+    (
+        {"states_out": torch.zeros(9, 2, 16, 12), "states_out_indices": torch.zeros(3, 5, dtype=torch.int32)},
+        "states_out",
+    ),
+    (
+        {"states_out": torch.zeros(9, 2, 12, 16), "states_out_indices": torch.zeros(5, 3, dtype=torch.int32)},
+        "states_out",
+    ),
     ({"states_out": torch.zeros(9, 2, 12, 16), "states_out_indices": torch.zeros(3, 5)}, "states_out_indices"),
     ({"parent": torch.zeros(3, 5, dtype=torch.int32), "update_state": True}, "parent"),
     ({"parent": torch.zeros(3, 5, dtype=torch.int32), "rollback": object()}, "parent"),

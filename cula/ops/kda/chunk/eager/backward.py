@@ -46,16 +46,24 @@ class _Backward:
         for group in groups(self.p, self.x.boundaries):
             slabs = list(group.slabs(steps_per_slab(self.p, group)))
             if saved is not None and saved.writer == "eager":
-                entries = [saved.tensors[f"entry{at + i}"] for i in range(len(slabs))]
+                later = [saved.tensors[f"entry{at + i}"] for i in range(max(0, len(slabs) - 1))]
+                entries = [entry_state(self.p, self.x, group, self.const.dtype), *map(self.padded_state, later)]
             else:
                 entries = self.entries(group, slabs)
-            at += len(slabs)
+            at += max(0, len(slabs) - 1)
             self.group(group, slabs, entries)
         if self.dA_log is not None:
             self.out.A_log = self.dA_log.to(self.x.A_log.dtype)
         if self.dt_bias is not None:
             self.out.dt_bias = self.dt_bias.to(self.x.dt_bias.dtype)
         return self.out
+
+    def padded_state(self, states: Tensor) -> Tensor:
+        """States `[count, HV, K, V]` as the slabs hold them, `[count * HV, Kp, Vp]`."""
+        p, count = self.p, states.shape[0]
+        h = torch.zeros(count, p.HV, padded(p.K), padded(p.V), dtype=self.const.dtype, device=states.device)
+        h[..., : p.K, : p.V] = states
+        return h.view(count * p.HV, *h.shape[2:])
 
     def entries(self, group: Group, slabs: list[Slab]) -> list[Tensor]:
         """The states that enter each slab, where no eager forward kept them."""
@@ -79,7 +87,7 @@ class _Backward:
             dh[..., : p.K, : p.V] = source[list(group.ids)]
         dh = dh.view(count * p.HV, *dh.shape[2:])
         for slab, entry in zip(reversed(slabs), reversed(entries), strict=True):
-            self.slab(slab, entry.clone(), dh)
+            self.slab(slab, entry, dh)
         if self.out.initial_state is not None:
             dh0 = dh.view(count, p.HV, *dh.shape[1:])[..., : p.K, : p.V]
             self.out.initial_state[list(group.ids)] = (dh0.mT if p.state_v_first else dh0).to(

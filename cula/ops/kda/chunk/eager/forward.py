@@ -33,8 +33,8 @@ def _run(p: KDAProblem, x: Operands) -> ForwardResult:
     for group in groups(p, x.boundaries):
         h = entry_state(p, x, group, const.dtype)
         for slab in group.slabs(steps_per_slab(p, group)):
-            if p.grad:
-                entries.append(h.clone())
+            if p.grad and slab.first:
+                entries.append(_states(p, h, slab.active[0]).clone())
             index = SlabIndex(slab, x.q.device)
             inputs = load(p, x, const, index)
             prep = prepare(const, inputs)
@@ -58,7 +58,7 @@ def entry_state(p: KDAProblem, x: Operands, group: Group, dtype: torch.dtype) ->
     count = len(group.ids)
     h = torch.zeros(count, p.HV, padded(p.K), padded(p.V), dtype=dtype, device=x.q.device)
     if p.pool:
-        pools.read(p, x, group, h[..., : p.K, : p.V])
+        pools.read_slots(p, x, group.ids, h[..., : p.K, : p.V].mT)
     elif x.initial_state is not None:
         source = x.initial_state.mT if p.state_v_first else x.initial_state
         h[..., : p.K, : p.V] = source[list(group.ids)]
@@ -71,8 +71,13 @@ def _state_tensor(p: KDAProblem, x: Operands) -> Tensor:
     return torch.empty(p.N, p.HV, *tail, dtype=dtype, device=x.q.device)
 
 
+def _states(p: KDAProblem, h: Tensor, count: int) -> Tensor:
+    """The first `count` states `[count, HV, K, V]` without padding: a view."""
+    return h[: count * p.HV].view(count, p.HV, *h.shape[1:])[..., : p.K, : p.V]
+
+
 def _store_state(p: KDAProblem, group: Group, h: Tensor, final: Tensor) -> None:
-    h = h.view(len(group.ids), p.HV, *h.shape[1:])[..., : p.K, : p.V]
+    h = _states(p, h, len(group.ids))
     final[list(group.ids)] = (h.mT if p.state_v_first else h).to(final.dtype)
 
 

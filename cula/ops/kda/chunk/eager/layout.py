@@ -19,7 +19,7 @@ from cula.ops.kda.problem import KDAProblem
 Tensor = torch.Tensor
 
 #: Elements of one [n, C, K] tensor of a slab: 16 chunks of 64 x 128, measured best on two cores with 1 MiB of L2.
-SLAB_ELEMENTS = 16 * 64 * 128
+SLAB_ELEMENTS = 32 * 64 * 128
 
 
 def padded(size: int) -> int:

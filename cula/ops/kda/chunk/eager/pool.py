@@ -13,15 +13,38 @@ from cula.ops.kda.problem import KDAProblem, Operands
 Tensor = torch.Tensor
 
 
-def read(p: KDAProblem, x: Operands, group: Group, h: Tensor) -> None:
-    """Fill h `[sequences, HV, K, V]` from the pool; null slots and sequences without a state stay zero."""
-    members = torch.tensor(group.ids, device=h.device)
-    ids = slot_ids(x.read_indices, p.N, x.state_pool.shape[0], x.null_index, h.device)[members]
+def read_slots(p: KDAProblem, x: Operands, members: tuple[int, ...], states: Tensor) -> None:
+    """Fill V-first `states` `[sequences, HV, V, K]` from the pool; null slots and absent states become zero."""
+    ids = slot_ids(x.read_indices, p.N, x.state_pool.shape[0], x.null_index, states.device)
     live = ids >= 0
     if x.has_initial_state is not None:
-        live &= x.has_initial_state.to(h.device)[members]
-    states = x.state_pool.index_select(0, ids.clamp(min=0)).mT.to(h.dtype)
-    h.copy_(torch.where(live[:, None, None, None], states, 0.0))
+        live &= x.has_initial_state.to(states.device)
+    if members != tuple(range(p.N)):
+        chosen = torch.tensor(members, device=states.device)
+        ids, live = ids[chosen], live[chosen]
+    if x.state_pool.shape[0]:
+        found = x.state_pool.index_select(0, ids.clamp(min=0)).to(states.dtype)
+        states.copy_(torch.where(live[:, None, None, None], found, 0.0))
+
+
+def write_slots(p: KDAProblem, x: Operands, members: tuple[int, ...], states: Tensor) -> None:
+    """Write V-first `states` `[sequences, HV, V, K]` to the sequences' slots; null is skipped."""
+    source = x.write_indices if x.write_indices is not None else x.read_indices
+    ids = slot_ids(source, p.N, x.state_pool.shape[0], x.null_index, states.device)
+    scatter_rows(x.state_pool, ids[torch.tensor(members, dtype=torch.int64, device=states.device)], states)
+
+
+def checkpoint_plan(p: KDAProblem, x: Operands) -> list[list[tuple[int, int]]]:
+    """Per sequence, (tokens done, row of `checkpoints`) of each boundary that is kept."""
+    lengths = p.lengths if p.packed else (p.T,) * p.N
+    offsets = x.checkpoint_offsets.tolist()
+    positions = [0] * p.N if x.position_offsets is None else x.position_offsets.tolist()
+    rows, every, plan = x.checkpoints.shape[0], p.checkpoint_every, []
+    for n, length in enumerate(lengths):
+        last = min(offsets[n + 1], rows)
+        boundaries = range(every - positions[n] % every, length + 1, every)
+        plan.append([(done, offsets[n] + i) for i, done in enumerate(boundaries) if 0 <= offsets[n] + i < last])
+    return plan
 
 
 class Writer:
@@ -29,27 +52,7 @@ class Writer:
 
     def __init__(self, p: KDAProblem, x: Operands) -> None:
         self.p, self.x = p, x
-        self.boundaries: list[list[tuple[int, int]]] = [[] for _ in range(p.N)]  # (tokens done, row)
-        if p.pool:
-            slots = x.state_pool.shape[0]
-            source = x.write_indices if x.write_indices is not None else x.read_indices
-            self.slots = slot_ids(source, p.N, slots, x.null_index, x.q.device)
-        if p.checkpoint_every:
-            self._plan_checkpoints()
-
-    def _plan_checkpoints(self) -> None:
-        p, x = self.p, self.x
-        lengths = p.lengths if p.packed else (p.T,) * p.N
-        offsets = x.checkpoint_offsets.tolist()
-        positions = [0] * p.N if x.position_offsets is None else x.position_offsets.tolist()
-        rows = x.checkpoints.shape[0]
-        for n, length in enumerate(lengths):
-            every, row = p.checkpoint_every, offsets[n]
-            done = every - positions[n] % every
-            while done <= length and row < min(offsets[n + 1], rows):
-                if row >= 0:
-                    self.boundaries[n].append((done, row))
-                done, row = done + every, row + 1
+        self.boundaries = checkpoint_plan(p, x) if p.checkpoint_every else [[] for _ in range(p.N)]
 
     def checkpoints_in(self, slab: Slab) -> bool:
         """Some checkpoint lies in this slab."""
@@ -78,8 +81,8 @@ class Writer:
         if not self.p.pool:
             return
         p = self.p
-        states = h.view(len(group.ids), p.HV, *h.shape[1:])[..., : p.K, : p.V].mT
-        scatter_rows(self.x.state_pool, self.slots[torch.tensor(group.ids, device=h.device)], states)
+        states = h.view(len(group.ids), p.HV, *h.shape[1:])[..., : p.K, : p.V]
+        write_slots(p, self.x, group.ids, states.mT)
 
 
 def _state_after(inputs: Inputs, walked: Walk, heads: slice, tokens: int) -> Tensor:

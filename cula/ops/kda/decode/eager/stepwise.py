@@ -40,8 +40,8 @@ def _walk(p: KDAProblem, x: Operands, work: Work) -> Tensor:
         row = torch.where(running, work.first + t, 0)
         q, k, v, g, beta = _finish(p, [y.index_select(0, row).to(dtype) for y in flat], a, bias)
         new, o = _step(S, q, k, v, g, beta)
-        if work.pool.dtype == torch.bfloat16:
-            new = new.to(torch.bfloat16).to(dtype)
+        if work.pool.dtype != dtype:  # a narrower pool rounds after each token, as separate steps would
+            new = new.to(work.pool.dtype).to(dtype)
         S = torch.where(running[:, None, None, None], new, S)
         keep = running & live
         out.index_copy_(0, torch.where(keep, row, rows), o.to(out.dtype))

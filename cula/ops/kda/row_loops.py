@@ -1,4 +1,4 @@
-"""The loops that Numba compiles for `fused`: the innermost ones run over K, four state rows at a time, and vectorise.
+"""What Numba compiles for `row_walk`: the innermost loops run over K, four state rows at a time, and vectorise.
 
 A token updates four rows in place: one pass for the products of the decayed rows with k, one that decays, writes
 and forms the products with q. Rows that must not change where they lie are first copied to a small buffer, so one
@@ -253,7 +253,7 @@ def take_rows(
     width, stride, item = sizes[K], sizes[POOL_STRIDES + 2], pool.itemsize
     source_at = slot * sizes[POOL_STRIDES] + head * sizes[POOL_STRIDES + 1]
     target_at = target_slot * sizes[POOL_STRIDES] + head * sizes[POOL_STRIDES + 1]
-    in_place = target_slot == slot and count == 1 and not sizes[STATES_OUT]
+    in_place = target_slot == slot
     address, step, base = address_of(state), width, 0
     if in_place:
         address, step = address_of(pool) + source_at * item, stride
@@ -277,7 +277,7 @@ def take_rows(
                 wanted = slot_of(out_ids, first + i, sizes[OUT_SLOTS], sizes[NULL])
                 if wanted >= 0:
                     to = wanted * sizes[OUT_STRIDES] + head * sizes[OUT_STRIDES + 1] + r * sizes[OUT_STRIDES + 2]
-                    copy_rows(state, 0, width, states_out, to, sizes[OUT_STRIDES + 2], rows, width)
+                    copy_rows(work, base, step, states_out, to, sizes[OUT_STRIDES + 2], rows, width)
         if target_slot >= 0 and not in_place:
             copy_rows(state, 0, width, pool, target_at + r * stride, stride, rows, width)
         r += rows
@@ -303,9 +303,9 @@ def walk(real, integer, numbers, sizes, addresses):
     splits, heads, width = sizes[SPLITS], sizes[HV], sizes[K]
     groups = sizes[V] // ROWS
     for task in numba.prange(sizes[N] * heads * splits):
-        part = task % splits
-        head = (task // splits) % heads
-        n = task // (splits * heads)
+        n = task % sizes[N]  # neighbours in n, so that a thread's share holds long and short sequences
+        head = task // sizes[N] % heads
+        part = task // (sizes[N] * heads)
         first, count = n * sizes[TOKENS], sizes[TOKENS]
         if sizes[PACKED]:
             first, count = bounds[n], bounds[n + 1] - bounds[n]
