@@ -3,7 +3,8 @@
 A test that takes `on_chunk`, `on_prefill`, `on_recurrent`, `on_decode`, `on_verify` or `on_gate` runs once for every
 implementation of that stage that `cula.available()` lists, on every kind of device here; `subject` is any
 implementation with any stage. Each is a `Subject`, and while the
-test runs, its name means its very row (`cula.checks.rows`). Those on a GPU are marked `gpu`.
+test runs, its name means its very row (`cula.checks.rows`). Those on a GPU are marked `gpu`. A module of CPU tests that
+name no implementation uses `each_chunk` or `each_prefill`: every row of that stage is then what auto prefers.
 """
 
 from __future__ import annotations
@@ -46,15 +47,17 @@ _FUNCTIONS = {
     "on_verify": "kda_verify",
     "on_gate": "fused_kda_gate",
 }
+_CPU = {"each_chunk": "chunk_kda", "each_prefill": "kda_prefill"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for fixture in metafunc.fixturenames:
-        if fixture != "subject" and fixture not in _FUNCTIONS:
+        if fixture not in ("subject", *_FUNCTIONS, *_CPU):
             continue
         found = []
-        for device in rows.devices():
-            here = rows.subjects(device) if fixture == "subject" else rows.labels(_FUNCTIONS[fixture], device)
+        for device in ("cpu",) if fixture in _CPU else rows.devices():
+            function = _FUNCTIONS.get(fixture, _CPU.get(fixture))
+            here = rows.subjects(device) if function is None else rows.labels(function, device)
             found += [Subject(label, rows.name_of(label), device) for label in here]
         assert found, f"no implementation for {fixture} on this machine"
         parameters = [
@@ -72,6 +75,15 @@ def _forced(request: pytest.FixtureRequest) -> Iterator[Subject]:
 subject, on_chunk, on_prefill, on_recurrent, on_decode, on_verify, on_gate = (
     pytest.fixture(_forced, name=name) for name in ("subject", *_FUNCTIONS)
 )
+
+
+def _preferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
+    monkeypatch.setenv("CULA_IMPLEMENTATION", request.param.name)
+    with rows.only(request.param.label):
+        yield request.param
+
+
+each_chunk, each_prefill = (pytest.fixture(_preferred, name=name) for name in _CPU)
 
 
 @pytest.fixture(autouse=True)

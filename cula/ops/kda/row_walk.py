@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
-from cula.ops.kda import row_loops as loops
 from cula.ops.kda.problem import KDAProblem, Operands
 
 Tensor = torch.Tensor
@@ -81,6 +80,8 @@ def _plain(tensors: list[Tensor | None], dtype: torch.dtype) -> bool:
 
 def _sizes(p: KDAProblem, s: States) -> np.ndarray:
     """The integers that the loops need, by the names in `row_loops`."""
+    from cula.ops.kda import row_loops as loops
+
     states_out = s.pool if s.states_out is None else s.states_out
     sizes = np.zeros(loops.COUNT, np.int64)
     sizes[: loops.POOL_STRIDES] = (
@@ -88,7 +89,7 @@ def _sizes(p: KDAProblem, s: States) -> np.ndarray:
     )  # fmt: skip
     sizes[loops.POOL_STRIDES : loops.OUT_STRIDES] = s.pool.stride()[:3]
     sizes[loops.OUT_STRIDES : loops.SPLITS] = states_out.stride()[:3]
-    sizes[loops.SPLITS] = _splits(p.N * p.HV, p.V, torch.get_num_threads())
+    sizes[loops.SPLITS] = _splits(p.N * p.HV, p.V // loops.ROWS, torch.get_num_threads())
     sizes[loops.N] = p.N
     sizes[loops.TOKENS] = p.T if p.N == p.B and not p.packed else 1
     sizes[loops.SLOTS], sizes[loops.OUT_SLOTS] = s.pool.shape[0], states_out.shape[0]
@@ -102,14 +103,15 @@ def _sizes(p: KDAProblem, s: States) -> np.ndarray:
     return sizes
 
 
-def _splits(tasks: int, V: int, threads: int) -> int:
-    """Parts of V per head: more than one where heads alone would leave threads idle; never through a row group."""
+def _splits(tasks: int, groups: int, threads: int) -> int:
+    """Parts of V per head, whole groups of rows: more than one where heads alone would leave threads idle."""
     if tasks == 0 or tasks % threads == 0 or tasks >= 4 * threads:
         return 1
-    return max(1, min(V // (4 * loops.ROWS), -(-4 * threads // tasks)))
+    return max(1, min(groups // 4, -(-4 * threads // tasks)))
 
 
 def _launch(*arguments: Any) -> None:
+    numba, loops = _compiler()
     threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     with _one_at_a_time:
         before = numba.get_num_threads()
@@ -120,3 +122,13 @@ def _launch(*arguments: Any) -> None:
         finally:
             if before != threads:
                 numba.set_num_threads(before)
+
+
+@lru_cache(maxsize=1)
+def _compiler() -> tuple[Any, Any]:
+    """Numba and the loops, imported when they are first needed."""
+    import numba
+
+    from cula.ops.kda import row_loops
+
+    return numba, row_loops

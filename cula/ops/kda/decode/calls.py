@@ -56,17 +56,20 @@ class Call:
         return run
 
 
-def find(stage: str, tensors: tuple[Any, ...], common: tuple[Any, ...], implementation: Any) -> Call:
+def find(
+    stage: str, tensors: tuple[Any, ...], written: tuple[Any, ...], common: tuple[Any, ...], implementation: Any
+) -> Call:
     """The form of a call, known or new; one that cannot be a key (a wrong type somewhere) is never remembered.
 
-    common: A_log and dt_bias, then values.
+    written: those of `tensors` whose strides matter. common: A_log and dt_bias, then values.
     """
     try:
         key = (
             stage,
             env.snapshot(),
-            *[None if x is None else (x.shape, x.dtype, x.device, x.stride()) for x in tensors],
+            *[None if x is None else (x.shape, x.dtype, x.device) for x in tensors],
             *[None if x is None else (x.shape, x.dtype, x.device) for x in common[:2]],
+            *[None if x is None else x.stride() for x in written],
             *common[2:],
             *[type(x) for x in common[2:]],
             implementation,

@@ -157,8 +157,8 @@ def kda_decode(
     common = (
         A_log, dt_bias, lower_bound, scale, gate_is_raw, beta_is_logits, normalize_qk, allow_neg_eigval, null_index,
     )  # fmt: skip
-    call = calls.find(DECODE, (q, k, v, g, beta, state_pool, state_indices, num_accepted_tokens, write_indices, out),
-                      common, implementation)  # fmt: skip
+    tensors = (q, k, v, g, beta, state_pool, state_indices, num_accepted_tokens, write_indices, out)
+    call = calls.find(DECODE, tensors, (state_pool, out), common, implementation)
     if call.known:
         x = call.bind(q, k, v, g, beta, A_log, dt_bias)
         x.state_pool, x.read_indices, x.num_accepted_tokens = state_pool, state_indices, num_accepted_tokens

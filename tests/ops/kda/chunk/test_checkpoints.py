@@ -13,6 +13,8 @@ from cula.checks.cases import Case, Problem, make
 from cula.checks.runs import serve
 from cula.checks.tolerance import bits_equal
 
+pytestmark = pytest.mark.usefixtures("each_prefill")
+
 CASE = Case(B=1, T=130, H=1, HV=2, K=16, V=12, gate="softplus", beta="logits", l2norm=True, v_first=True)
 
 

@@ -12,6 +12,8 @@ from cula.checks.runs import chunk, k_first, reference
 from cula.checks.tolerance import bits_equal, relative_error, tolerance
 from cula.kda import chunk_kda
 
+pytestmark = pytest.mark.usefixtures("each_chunk")
+
 SMALL = Case(B=2, T=37, H=1, HV=2, K=16, V=12)
 PACKED = Case(T=70, H=1, HV=2, K=16, V=12, lengths=(0, 33, 1, 30))
 RAW = SMALL.replace(gate="softplus", beta="logits", l2norm=True)

@@ -13,6 +13,8 @@ from cula.checks.cases import Case, Problem, make
 from cula.checks.runs import chunk, floors, reference
 from cula.checks.tolerance import bits_equal, relative_error, tolerance
 
+pytestmark = pytest.mark.usefixtures("each_chunk")
+
 CASE = Case(B=2, T=37, H=1, HV=2, K=16, V=12, gate="softplus", beta="logits", l2norm=True)
 PACKED = CASE.replace(B=1, T=70, lengths=(0, 33, 1, 30))
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "h0")

@@ -11,6 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from cula.checks.cases import Case, make
 from cula.checks.runs import chunk
 
+pytestmark = pytest.mark.usefixtures("each_chunk")
+
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes that were allocated at once by tensors made within `run`."""

@@ -13,6 +13,8 @@ from cula.checks.poison import Poison
 from cula.checks.runs import chunk, serve
 from cula.checks.tolerance import bits_equal, relative_error, tolerance
 
+pytestmark = pytest.mark.usefixtures("each_prefill")
+
 CASE = Case(B=3, T=40, H=1, HV=2, K=16, V=12, gate="softplus", beta="logits", l2norm=True, v_first=True)
 PACKED = CASE.replace(B=1, T=70, lengths=(33, 0, 30))
 
