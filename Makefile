@@ -32,6 +32,7 @@ test: ## run the test suite (no GPU needed)
 
 test-gpu: ## run the tests that need a GPU
 	@bash tools/venv.sh test
+	@$(PY) -c "import sys, torch; torch.cuda.is_available() or sys.exit('make test-gpu: torch finds no CUDA device here')"
 	$(PY) -m pytest -q -m gpu $(ARGS)
 
 fuzz: ## run the property tests with many more examples

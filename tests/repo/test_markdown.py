@@ -63,7 +63,7 @@ def _link_targets(text: str) -> Iterator[str]:
 
 
 def _named_paths(text: str, root: Path) -> Iterator[str]:
-    tops = TOP_FOLDERS | {path.name for path in root.iterdir() if path.is_dir()}
+    tops = TOP_FOLDERS | {path.name for path in root.iterdir() if path.is_dir() and path.name[0] != "."}
     for match in _PATH.finditer(text):
         path = match[1].rstrip(".")
         if not _is_placeholder(path) and ("/" not in path or path.split("/")[0] in tops):
@@ -120,7 +120,7 @@ def test_every_module_in_a_markdown_file_exists(path: Path) -> None:
 GOOD = """
 [text](docs/here.md#part) and ![picture](docs/here.md), `cula/__init__.py`, cula/, `tests/<gpu>/x.py`,
 benchmarks/*.json, [site](https://example.org/docs/none.md), https://example.org/cula/none.py,
-and/or, K/V, README.md. <!-- docs/images/later.png -->
+and/or, K/V, README.md, .venv/bin/python. <!-- docs/images/later.png -->
 """
 
 BAD = {
@@ -137,6 +137,7 @@ BAD = {
 
 def _tree(root: Path, text: str) -> None:
     (root / "docs").mkdir()
+    (root / ".venv").mkdir()
     (root / "cula").mkdir()
     (root / "cula" / "__init__.py").touch()
     (root / "docs" / "here.md").touch()

@@ -29,7 +29,9 @@ ROWS = 4
 H, HV, K, V, GATE, SIGMOID, L2NORM, HAS_A, HAS_BIAS = range(9)
 POOL_STRIDES, OUT_STRIDES, SPLITS, N, TOKENS, SLOTS, OUT_SLOTS, NULL, WRITE = 9, 12, 15, 16, 17, 18, 19, 20, 21
 PACKED, INDEXED, STATES_OUT = 22, 23, 24
-COUNT = 25
+# Of q, k, v, g, beta: from sequence to sequence, from token to token, from head to head.
+Q_STRIDES, K_STRIDES, V_STRIDES, G_STRIDES, BETA_STRIDES = 25, 28, 31, 34, 37
+COUNT = 40
 #: Values of `sizes[WRITE]`.
 WRITE_NONE, WRITE_READ, WRITE_GIVEN = range(3)
 
@@ -129,15 +131,25 @@ def exp_row(x, bits):
 
 
 @compiled()
-def activate(q, k, g, beta, A_log, dt_bias, numbers, sizes, token, head, finished, bits):
+def offset_of(sizes, strides, n, first, token, head):
+    """Where token `token` of sequence n is for a head; packed sequences start at token `first`."""
+    start = first * sizes[strides + 1] if sizes[PACKED] else n * sizes[strides]
+    return start + token * sizes[strides + 1] + head * sizes[strides + 2]
+
+
+@compiled()
+def activate(q, k, g, beta, A_log, dt_bias, numbers, sizes, n, first, token, head, finished, bits):
     """Finish one token and head into the rows decay, keys, queries (scaled), decay * keys; returns beta."""
     real = q.dtype.type
     width = sizes[K]
     decay, keys = finished[:width], finished[width : 2 * width]
     queries, decayed = finished[2 * width : 3 * width], finished[3 * width :]
-    at = (token * sizes[H] + head // (sizes[HV] // sizes[H])) * width
-    q_row, k_row = q[at : at + width], k[at : at + width]
-    at = (token * sizes[HV] + head) * width
+    group = head // (sizes[HV] // sizes[H])
+    at = offset_of(sizes, Q_STRIDES, n, first, token, group)
+    q_row = q[at : at + width]
+    at = offset_of(sizes, K_STRIDES, n, first, token, group)
+    k_row = k[at : at + width]
+    at = offset_of(sizes, G_STRIDES, n, first, token, head)
     g_row = g[at : at + width]
     q_norm, k_norm = real(numbers[0]), real(1.0)
     if sizes[L2NORM]:
@@ -167,7 +179,7 @@ def activate(q, k, g, beta, A_log, dt_bias, numbers, sizes, token, head, finishe
     exp_row(decay, bits)
     for c in range(width):
         decayed[c] = decay[c] * keys[c]
-    b = beta[token * sizes[HV] + head]
+    b = beta[offset_of(sizes, BETA_STRIDES, n, first, token, head)]
     return real(sizes[SIGMOID]) / (real(1.0) + math.exp(-b)) if sizes[SIGMOID] > 0 else b
 
 
@@ -176,10 +188,10 @@ def activate(q, k, g, beta, A_log, dt_bias, numbers, sizes, token, head, finishe
 
 
 @compiled()
-def four_rows(rows, at, stride, tokens, token, width, b, v, out, place):
+def four_rows(rows, at, stride, tokens, token, width, b, v, v_at, out, place):
     """One token of four state rows in place, `stride` apart from `at` on.
 
-    tokens[token ..]: `width` decays, keys, queries and decayed keys, one after the other. place: in v and out.
+    tokens[token ..]: `width` decays, keys, queries and decayed keys, one after the other. v_at, place: in v and out.
     """
     zero = rows.dtype.type(0.0)
     r0, step = np.uint64(at), np.uint64(stride)
@@ -194,7 +206,7 @@ def four_rows(rows, at, stride, tokens, token, width, b, v, out, place):
         x1 += rows[r1 + j] * key
         x2 += rows[r2 + j] * key
         x3 += rows[r3 + j] * key
-    u0, u1, u2, u3 = b * (v[place] - x0), b * (v[place + 1] - x1), b * (v[place + 2] - x2), b * (v[place + 3] - x3)
+    u0, u1, u2, u3 = b * (v[v_at] - x0), b * (v[v_at + 1] - x1), b * (v[v_at + 2] - x2), b * (v[v_at + 3] - x3)
     x0, x1, x2, x3 = zero, zero, zero, zero
     for c in range(width):
         j = np.uint64(c)
@@ -210,7 +222,7 @@ def four_rows(rows, at, stride, tokens, token, width, b, v, out, place):
 
 
 @compiled()
-def one_row(rows, at, tokens, token, width, b, v, out, place):
+def one_row(rows, at, tokens, token, width, b, v, v_at, out, place):
     """One token of one state row, as `four_rows`."""
     zero = rows.dtype.type(0.0)
     r0 = np.uint64(at)
@@ -219,7 +231,7 @@ def one_row(rows, at, tokens, token, width, b, v, out, place):
     x = zero
     for c in range(width):
         x += rows[r0 + np.uint64(c)] * tokens[decayed + np.uint64(c)]
-    u = b * (v[place] - x)
+    u = b * (v[v_at] - x)
     x = zero
     for c in range(width):
         j = np.uint64(c)
@@ -247,9 +259,12 @@ def slot_of(indices, row, slots, null):
 
 @compiled()
 def take_rows(
-    low, high, count, first, head, slot, target_slot, sizes, v, out, pool, states_out, out_ids, state, tokens, b
+    low, high, count, v_at, first, head, slot, target_slot, sizes, v, out, pool, states_out, out_ids, state, tokens, b
 ):
-    """State rows low..high of one head through a block of tokens: pool slot `slot` -> `target_slot` (-1: nowhere)."""
+    """State rows low..high of one head through a block of tokens: pool slot `slot` -> `target_slot` (-1: nowhere).
+
+    v_at: the first token's v. first: its row in out and out_ids.
+    """
     width, stride, item = sizes[K], sizes[POOL_STRIDES + 2], pool.itemsize
     source_at = slot * sizes[POOL_STRIDES] + head * sizes[POOL_STRIDES + 1]
     target_at = target_slot * sizes[POOL_STRIDES] + head * sizes[POOL_STRIDES + 1]
@@ -266,12 +281,13 @@ def take_rows(
             base = r * stride
         else:
             copy_rows(pool, source_at + r * stride, stride, state, 0, width, rows, width)
-        place = (first * sizes[HV] + head) * sizes[V] + r
+        place, from_v = (first * sizes[HV] + head) * sizes[V] + r, v_at + r
         for i in range(count):
             if rows == ROWS:
-                four_rows(work, base, step, finished, i * 4 * width, width, b[i], v, out, place)
+                four_rows(work, base, step, finished, i * 4 * width, width, b[i], v, from_v, out, place)
             else:
-                one_row(work, base, finished, i * 4 * width, width, b[i], v, out, place)
+                one_row(work, base, finished, i * 4 * width, width, b[i], v, from_v, out, place)
+            from_v += sizes[V_STRIDES + 1]
             place += sizes[HV] * sizes[V]
             if sizes[STATES_OUT]:
                 wanted = slot_of(out_ids, first + i, sizes[OUT_SLOTS], sizes[NULL])
@@ -289,7 +305,8 @@ def walk(real, integer, numbers, sizes, addresses):
 
     real: an empty array of the compute type, integer: of integers as wide. numbers: scale, lower_bound.
     addresses: of q, k, v, g, beta, A_log, dt_bias, pool, states_out, out (real), bounds, read, write, out_ids
-    (int64), all flat and contiguous but the pools, whose strides are in `sizes`; an absent one is never touched.
+    (int64). The strides of q ... beta and of the pools are in `sizes`, the rest is contiguous; an absent one is never
+    touched.
     """
     q, k, v, g, beta = (
         array_at(real, addresses[0], FLAT), array_at(real, addresses[1], FLAT), array_at(real, addresses[2], FLAT),
@@ -329,11 +346,11 @@ def walk(real, integer, numbers, sizes, addresses):
             block = min(BLOCK, count - start)
             for i in range(block):
                 b[i] = activate(
-                    q, k, g, beta, A_log, dt_bias, numbers, sizes, first + start + i, head,
+                    q, k, g, beta, A_log, dt_bias, numbers, sizes, n, first, start + i, head,
                     tokens[i * 4 * width : (i + 1) * 4 * width], scratch,
                 )  # fmt: skip
             take_rows(
-                low, high, block, first + start, head, slot, target_slot, sizes, v, out, pool, states_out, out_ids,
-                state, tokens, b,
+                low, high, block, offset_of(sizes, V_STRIDES, n, first, start, head), first + start, head, slot,
+                target_slot, sizes, v, out, pool, states_out, out_ids, state, tokens, b,
             )  # fmt: skip
             slot = target_slot

@@ -51,9 +51,17 @@ def walkable(*pools: Tensor | None) -> bool:
 def walk_rows(p: KDAProblem, x: Operands, s: States) -> Tensor:
     """All tokens of the call; returns o, in `x.out` where it is given. Rows after the last sequence are zero."""
     dtype, memo = s.pool.dtype, s.memo
+    inputs = [x.q, x.k, x.v, x.g, x.beta]
+    if not _reachable(inputs, dtype):
+        inputs = [_reach(t, dtype) for t in inputs]
     if "sizes" not in memo:
         memo["numbers"] = np.array([p.scale, p.lower_bound or 0.0], np.float64)
         memo["sizes"] = _sizes(p, s)
+    sizes = memo["sizes"]
+    strides = [t.stride() for t in inputs]
+    if memo.get("strides") != strides:
+        sizes = memo["sizes"] = _with_strides(p, sizes, strides)
+        memo["strides"] = strides
     out, direct = x.out, True
     if out is None or out.dtype != dtype or not out.is_contiguous():
         out, direct = torch.empty(x.v.shape, dtype=dtype), x.out is None and x.v.dtype == dtype
@@ -61,14 +69,14 @@ def walk_rows(p: KDAProblem, x: Operands, s: States) -> Tensor:
     if p.packed:
         out[:, x.boundaries[-1] :] = 0.0
         bounds = torch.tensor(x.boundaries, dtype=torch.int64)
-    reals = [x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias]
+    constants = [x.A_log, x.dt_bias]
     integers = [bounds, s.read, s.write if isinstance(s.write, Tensor) else None, s.out_ids]
-    if not _plain(reals, dtype) or not _plain(integers, torch.int64):
-        reals = [None if t is None else t.detach().to(dtype).contiguous() for t in reals]
+    if not _plain(constants, dtype) or not _plain(integers, torch.int64):
+        constants = [None if t is None else t.detach().to(dtype).contiguous() for t in constants]
         integers = [None if t is None else t.to(torch.int64).contiguous() for t in integers]
-    tensors = (*reals, s.pool, s.states_out, out, *integers)  # alive until the loops are done
+    tensors = (*inputs, *constants, s.pool, s.states_out, out, *integers)  # alive until the loops are done
     addresses = np.array([0 if t is None else t.data_ptr() for t in tensors], np.int64)
-    _launch(_REAL[dtype], _INTEGER[dtype], memo["numbers"], memo["sizes"], addresses)
+    _launch(_REAL[dtype], _INTEGER[dtype], memo["numbers"], sizes, addresses)
     if direct:
         return out
     return out.to(x.v.dtype) if x.out is None else x.out.copy_(out)
@@ -76,6 +84,28 @@ def walk_rows(p: KDAProblem, x: Operands, s: States) -> Tensor:
 
 def _plain(tensors: list[Tensor | None], dtype: torch.dtype) -> bool:
     return all(t is None or (t.dtype is dtype and t.is_contiguous()) for t in tensors)
+
+
+def _reachable(inputs: list[Tensor], dtype: torch.dtype) -> bool:
+    """The loops can read these inputs where they lie: of the compute type, head vectors contiguous."""
+    return all(t.dtype is dtype and (t.dim() == 3 or t.stride(3) == 1) for t in inputs)
+
+
+def _reach(x: Tensor, dtype: torch.dtype) -> Tensor:
+    x = x.detach().to(dtype)
+    return x if x.dim() == 3 or x.stride(3) == 1 else x.contiguous()
+
+
+def _with_strides(p: KDAProblem, sizes: np.ndarray, strides: list[tuple[int, ...]]) -> np.ndarray:
+    """`sizes` with the strides of q, k, v, g, beta (another array: a call in another thread may hold the old one)."""
+    from cula.ops.kda import row_loops as loops
+
+    sizes = sizes.copy()
+    across = 0 if p.packed or p.N == p.B else 1  # [1, N, ...]: the sequences lie along dim 1
+    for i, stride in enumerate(strides):
+        at = loops.Q_STRIDES + 3 * i
+        sizes[at : at + 3] = stride[across], stride[1], stride[2]
+    return sizes
 
 
 def _sizes(p: KDAProblem, s: States) -> np.ndarray:

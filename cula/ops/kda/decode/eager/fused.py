@@ -8,6 +8,7 @@ import torch
 
 from cula.ops.kda.decode.eager import stepwise
 from cula.ops.kda.decode.eager.work import final_state, initial_state
+from cula.ops.kda.pools import scatter_rows, slot_ids
 from cula.ops.kda.problem import KDAProblem, Operands
 from cula.ops.kda.row_walk import States, walk_rows, walkable
 
@@ -29,4 +30,47 @@ def run(p: KDAProblem, x: Operands) -> Any:
     write = "none"
     if x.update_state:
         write = "read" if x.write_indices is None else x.write_indices
-    return walk_rows(p, x, States(x.state_pool, read, write, x.states_out, x.states_out_indices, x.null_index, x.memo))
+    if isinstance(write, torch.Tensor) or x.states_out is not None:
+        return _apart(p, x, read, write)
+    return walk_rows(p, x, States(x.state_pool, read, write, null_index=x.null_index, memo=x.memo))
+
+
+def _apart(p: KDAProblem, x: Operands, read: torch.Tensor, write: Any) -> torch.Tensor:
+    """Where a sequence may write a slot that another one reads, all reads come first: on copies of the states."""
+    pool, slots = x.state_pool, x.state_pool.shape[0]
+    ids = slot_ids(read, p.N, slots, x.null_index, pool.device)
+    given = isinstance(write, torch.Tensor)
+    targets = slot_ids(write, p.N, slots, x.null_index, pool.device) if given else ids
+    states = States(pool, read, write, x.states_out, x.states_out_indices, x.null_index, x.memo)
+    if not (given and _crosses(targets, ids)) and not (_shares(x) and _crosses_rows(p, x, ids)):
+        return walk_rows(p, x, states)
+    copies = pool.index_select(0, ids.clamp(min=0)).contiguous()
+    states.pool, states.memo, states.write = copies, {}, "none" if write == "none" else "read"
+    states.read = torch.where(ids >= 0, torch.arange(p.N), -1)
+    states.null_index = -1
+    if x.states_out is not None:
+        states.out_ids = slot_ids(x.states_out_indices.flatten(), p.T, x.states_out.shape[0], x.null_index, pool.device)
+    out = walk_rows(p, x, states)
+    if states.write == "read":
+        scatter_rows(pool, torch.where(ids >= 0, targets, -1), copies)
+    return out
+
+
+def _crosses(targets: torch.Tensor, ids: torch.Tensor) -> bool:
+    """Some row writes a slot that another row reads."""
+    same = (targets[:, None] == ids[None, :]) & (targets[:, None] >= 0)
+    return bool(same.fill_diagonal_(False).any())
+
+
+def _shares(x: Operands) -> bool:
+    """`states_out` lies in the pool's own memory."""
+    if x.states_out is None:
+        return False
+    return x.states_out.untyped_storage().data_ptr() == x.state_pool.untyped_storage().data_ptr()
+
+
+def _crosses_rows(p: KDAProblem, x: Operands, ids: torch.Tensor) -> bool:
+    """Some token's state may go to a slot that another sequence reads, or one that this one still reads."""
+    if x.states_out.data_ptr() != x.state_pool.data_ptr() or x.states_out.stride() != x.state_pool.stride():
+        return True
+    return bool(torch.isin(x.states_out_indices.to(torch.int64), ids).any())
