@@ -22,12 +22,14 @@ from cula.checks.cases import Case, Problem, make
 from cula.checks.rows import labels, name_of, only
 from cula.checks.tolerance import bits_equal, relative_error, tolerance
 
-#: Cases of the properties, from small and odd to what one-size kernels take. T and N are set by each property.
+#: Cases of the properties, from small and odd to what one-size kernels take, and one of so many heads that work is
+#: cut into parts. T and N are set by each property.
 CASES = (
     Case(H=1, HV=2, K=32, V=16, dtype="fp32", gate="channels"),
     Case(H=2, HV=2, K=20, V=36, dtype="fp32", gate="softplus", l2norm=True, beta="logits"),
     Case(H=1, HV=1, K=64, V=64, dtype="bf16", gate="mild", l2norm=True),
     Case(H=2, HV=2, K=128, V=128, dtype="bf16", gate="sigmoid", l2norm=True, beta="logits"),
+    Case(H=512, HV=512, K=4, V=4, dtype="fp32", gate="channels"),
 )
 SPLIT_LENGTH = 100
 SPLITS = ((64, 90), (1, 99), (63, 65), (0, 50), (17, 17), (90, 100))

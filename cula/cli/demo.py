@@ -19,16 +19,16 @@ misses, 2 for a bad argument, 130 after Ctrl-C (the checkpoint is then whole).
 @click.option("--file", metavar="PATH", help="Text to train on.  [default: the Python documentation topics]")
 @click.option("--out", default="cula-demo", show_default=True, metavar="DIR", help="Folder for the results.")
 @click.option("--resume", is_flag=True, help="Go on from the checkpoint in --out, exactly where it stopped.")
-@click.option("--steps", type=int, help="Training steps in all.  [default: 300]")
+@click.option("--steps", type=int, help="Training steps in all.  [default: 800]")
 @click.option("--seed", type=int, help="Seed of weights, data order and sampling.  [default: 0]")
 @click.option("--prompt", default="The ", show_default=True, help="What the generated text begins with.")
 @click.option("--length", type=int, default=400, show_default=True, help="Bytes to generate; 0 for none.")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda, cuda:1, ...")
 @click.option("--width", type=int, help="Model width.  [default: 192]")
 @click.option("--layers", type=int, help="KDA layers.  [default: 3]")
-@click.option("--heads", type=int, help="Heads of each layer, 64 wide.  [default: 3]")
-@click.option("--context", type=int, help="Bytes per training window.  [default: 256]")
-@click.option("--batch", type=int, help="Windows per step.  [default: 8]")
+@click.option("--heads", type=int, help="Heads of each layer, 64 wide.  [default: 4]")
+@click.option("--context", type=int, help="Bytes per training window.  [default: 128]")
+@click.option("--batch", type=int, help="Windows per step.  [default: 4]")
 @click.pass_context
 def command(
     ctx: click.Context,

@@ -26,13 +26,13 @@ class DemoConfig:
 
     width: int = 192
     layers: int = 3
-    heads: int = 3
+    heads: int = 4
     head_dim: int = 64
-    context: int = 256
-    batch: int = 8
-    steps: int = 300
-    warmup: int = 20
-    rate: float = 5e-3
+    context: int = 128
+    batch: int = 4
+    steps: int = 800
+    warmup: int = 40
+    rate: float = 4e-3
     decay: float = 0.1
     seed: int = 0
     file: str | None = None

@@ -68,7 +68,7 @@ def train(
     optimizer: torch.optim.Optimizer,
     history: History,
     report: Report,
-    every: int = 50,
+    every: int = 100,
 ) -> bool:
     """Go on from `history` to `config.steps`; True when that is reached, False when Ctrl-C asked to stop.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cula.ops.common.exact_matmul import bmm, sum_last
 from cula.ops.kda.chunk.eager.workspace import Workspace
 
 Tensor = torch.Tensor
@@ -118,7 +119,7 @@ class Intra:
         self.aqk_diagonal.copy_(dot(self.ws, self.q, self.k))
         for level in self.levels:
             level.load()
-            torch.bmm(level.rows[2], level.cols[1].mT, out=level.level[2])
+            bmm(level.rows[2], level.cols[1].mT, level.level[2])
             level.targets[0].copy_(level.level[0])
             level.targets[1].copy_(level.level[1])
             level.grow()
@@ -131,7 +132,8 @@ class Intra:
                 torch.neg(source, out=target)
                 continue
             left, right = (x.reshape(-1, s, s) for x in level.diagonal)
-            low = torch.bmm(right, torch.bmm(source.reshape(-1, s, s), left))
+            below = source.reshape(-1, s, s)
+            low = bmm(right, bmm(below, left, torch.empty_like(below)), torch.empty_like(below))
             torch.neg(low.view(target.shape), out=target)
 
     def backward(self, dA: tuple[Tensor, Tensor], dq: Tensor, dk: Tensor, dP: Tensor, dR: Tensor) -> Tensor:
@@ -184,8 +186,8 @@ class Intra:
 
 
 def dot(ws: Workspace, x: Tensor, y: Tensor) -> Tensor:
-    """Sum of x * y over the last dimension."""
-    return torch.mul(x, y, out=ws("dot", *x.shape)).sum(-1)
+    """Sum of x * y `[n, rows, D]` over the last dimension."""
+    return sum_last(torch.mul(x, y, out=ws("dot", *x.shape)))
 
 
 def suffix_decay(g: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cula.ops.common.exact_matmul import add_bmm, bmm, sum_last
 from cula.ops.kda import activations as act
 from cula.ops.kda.chunk.eager.intra import Intra, dot
 from cula.ops.kda.chunk.eager.layout import SlabIndex, padded, slab_chunk_heads
@@ -125,12 +126,13 @@ def prepare(const: Constants, x: Inputs) -> Prepared:
 
 def total_decay(g: Tensor) -> Tensor:
     """exp(sum of g over the chunk) `[n, K, 1]`: from the sum, so that weak gates do not drift over many chunks."""
-    return g.sum(1).exp_().unsqueeze(-1)
+    total = g.sum(1) if g.device.type == "cpu" else sum_last(g.mT)
+    return total.exp_().unsqueeze(-1)
 
 
 def advance(h: Tensor, total: Tensor, kg: Tensor, vn: Tensor) -> None:
     """h <- total * h + kg^T v_new, in place; h `[n, K, V]`."""
-    h.mul_(total).baddbmm_(kg.mT, vn)
+    add_bmm(h.mul_(total), kg.mT, vn)
 
 
 @dataclass
@@ -160,10 +162,10 @@ def walk(
         state = h[:m]
         if kept is not None:
             kept[now] = state
-        seen = torch.bmm(prep.kq[now], state, out=ws("seen", m, C2, V))
+        seen = bmm(prep.kq[now], state, ws("seen", m, C2, V))
         inter[now] = seen[:, C:]
         write = torch.sub(x.v[now], seen[:, :C], out=ws("write", m, C, V)).mul_(x.beta[now])
-        new = torch.bmm(prep.A[now], write, out=vn[now])
+        new = bmm(prep.A[now], write, vn[now])
         advance(state, prep.total[now], prep.kg[now], new)
         start += m
     return Walk(vn, inter, kept)
@@ -171,4 +173,4 @@ def walk(
 
 def output(prep: Prepared, walked: Walk) -> Tensor:
     """o `[n, C, V]` of the slab (in the memory of `walked.inter`)."""
-    return walked.inter.baddbmm_(prep.Aqk, walked.vn)
+    return add_bmm(walked.inter, prep.Aqk, walked.vn)
