@@ -2,9 +2,9 @@
 
 A test that takes `on_chunk`, `on_prefill`, `on_recurrent`, `on_decode`, `on_verify` or `on_gate` runs once for every
 implementation of that stage that `cula.available()` lists, on every kind of device here; `subject` is any
-implementation with any stage. Each is a `Subject`, and while the
-test runs, its name means its very row (`cula.checks.rows`). Those on a GPU are marked `gpu`. A module of CPU tests that
-name no implementation uses `each_chunk` or `each_prefill`: every row of that stage is then what auto prefers.
+implementation with any stage. Each is a `Subject`, and while the test runs, its name means its very row
+(`cula.checks.rows`). Those on a GPU are marked `gpu`. A module of CPU tests that name no implementation uses
+`each_chunk` or `each_prefill`: every row of that stage is then what auto prefers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ _COMMON = {
 settings.register_profile("ci", max_examples=25, derandomize=True, **_COMMON)
 settings.register_profile("fuzz", max_examples=2000, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-
-torch.set_num_threads(1)  # xdist runs one process per core; tests about threads set their own number
 
 
 class Subject(NamedTuple):
@@ -87,7 +85,9 @@ each_chunk, each_prefill = (pytest.fixture(_preferred, name=name) for name in _C
 
 
 @pytest.fixture(autouse=True)
-def _no_cula_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _same_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test starts with one thread (xdist runs a process per core) and without cula's variables."""
+    torch.set_num_threads(1)
     for name in list(os.environ):
         if name.startswith("CULA_"):
             monkeypatch.delenv(name)

@@ -224,7 +224,7 @@ def test_config_survives_json() -> None:
 BAD = [
     (["--file", "no-such.txt"], "--file no-such.txt does not exist: name a text file"),
     (["--file", "."], "--file . is not a file"),
-    (["--file", "short.txt"], "short.txt has 100 bytes, context 256 needs at least 10280"),
+    (["--file", "short.txt"], "short.txt has 100 bytes, context 128 needs at least 5160"),
     (["--resume"], "holds no checkpoint.safetensors"),
     (["--steps", "0"], "--steps must be at least 1, got 0"),
     (["--steps", "many"], "--steps"),

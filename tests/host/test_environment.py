@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -85,3 +88,30 @@ def test_debug_checks_what_only_a_device_knows(monkeypatch: pytest.MonkeyPatch, 
         serve("kda_prefill", p, state_pool=pool, read_indices=torch.tensor([1, 99]))
     assert torch.equal(pool, before)
     serve("kda_decode", p, state_pool=pool, state_indices=torch.tensor([1, -1]))
+
+
+@pytest.mark.parametrize("function", calls())
+def test_a_call_leaves_torchs_thread_count_alone(function: str) -> None:
+    """In a fresh process, since a runtime that starts its threads at the first call may set everybody's."""
+    code = f"""
+import torch
+torch.set_num_threads(1)
+from cula.checks.cases import Case, make
+from cula.checks.runs import chunk, fresh_pool, serve
+from cula.kda import fused_kda_gate, fused_recurrent_kda
+p = make(Case(B=2, T=1, H=4, HV=4, K=32, V=32, gate="softplus", v_first=True))
+pool, index = fresh_pool(p)
+slots = {{"state_pool": pool, "state_indices": index}}
+run = {{
+    "chunk_kda": lambda: chunk(p),
+    "kda_prefill": lambda: serve("kda_prefill", p),
+    "kda_decode": lambda: serve("kda_decode", p, **slots),
+    "kda_verify": lambda: serve("kda_verify", p, **slots),
+    "fused_recurrent_kda": lambda: fused_recurrent_kda(*p.five()),
+    "fused_kda_gate": lambda: fused_kda_gate(p.g, p.A_log),
+}}[{function!r}]
+run()
+print(torch.get_num_threads())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"

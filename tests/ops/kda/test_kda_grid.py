@@ -44,3 +44,18 @@ WIDE = [
 @pytest.mark.parametrize("case", WIDE, ids=lambda case: case.id)
 def test_model_sized_heads(subject, case: Case) -> None:
     assert misses(judged(subject, case)) == []
+
+
+#: So many heads (of so few channels that the reference stays small) that the work is cut into several parts.
+MANY = [
+    Case(B=1, T=600, H=256, HV=256, K=4, V=4, dtype="fp32", gate="mild"),
+    Case(B=1, T=600, H=128, HV=256, K=4, V=4, dtype="bf16", gate="softplus", beta="logits", state=False),
+    Case(B=7, T=70, H=256, HV=256, K=4, V=4, dtype="fp32", gate="channels", v_first=True),
+    Case(B=1, T=530, H=256, HV=256, K=4, V=4, lengths=(9, 150, 0, 64, 1, 65, 63, 128, 2, 30), dtype="fp32"),
+    Case(B=1, T=270, H=512, HV=512, K=4, V=4, lengths=(90, 90, 90), gate="sigmoid", chunk_size=16, dtype="fp64"),
+]
+
+
+@pytest.mark.parametrize("case", MANY, ids=lambda case: case.id)
+def test_many_heads_and_long_sequences(subject, case: Case) -> None:
+    assert misses(judged(subject, case)) == []

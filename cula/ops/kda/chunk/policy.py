@@ -28,7 +28,7 @@ _EAGER_RULES = (
     Rule(_real_device, "needs tensors with values, got {t.kind} tensors"),
     Rule(_host_lengths, "needs the sequence lengths on the host; pass cu_seqlens_cpu, and not use_graph without it"),
 )
-_EAGER_STATUS = "measured on CPU (x86-64, AVX-512); not run on GPU"
+_EAGER_STATUS = "measured on CPU (x86-64, AVX-512); checked on one H200"
 
 FORWARD_ROWS: tuple[Row, ...] = (
     Row(
