@@ -141,8 +141,10 @@ def _splits(tasks: int, groups: int, threads: int) -> int:
 
 
 def _launch(*arguments: Any) -> None:
+    """Run the loops on as many threads as torch uses, and leave both thread counts as they were."""
     numba, loops = _compiler()
-    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    wanted = torch.get_num_threads()
+    threads = min(wanted, numba.config.NUMBA_NUM_THREADS)
     with _one_at_a_time:
         before = numba.get_num_threads()
         if before != threads:
@@ -152,6 +154,8 @@ def _launch(*arguments: Any) -> None:
         finally:
             if before != threads:
                 numba.set_num_threads(before)
+            if torch.get_num_threads() != wanted:  # Numba's first launch sets the count of the OpenMP they share
+                torch.set_num_threads(wanted)
 
 
 @lru_cache(maxsize=1)
