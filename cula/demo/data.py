@@ -13,8 +13,9 @@ from torch import Tensor
 from cula.demo.config import MINIMUM_WINDOWS, DemoConfig
 from cula.host.errors import RangeError
 
-#: Bytes of one validation batch.
-VALIDATION_BYTES = 4096
+#: Windows that a validation looks at, at most, and how many of them at a time.
+VALIDATION_WINDOWS = 128
+VALIDATION_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,15 @@ def batch(corpus: Corpus, config: DemoConfig, step: int) -> tuple[Tensor, Tensor
     return windows[:, :-1], windows[:, 1:]
 
 
-def validation(corpus: Corpus, config: DemoConfig, batches: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-    """The validation text in order, in batches of about VALIDATION_BYTES, the first `batches` of them (None: all)."""
+def validation(corpus: Corpus, config: DemoConfig) -> Iterator[tuple[Tensor, Tensor]]:
+    """The validation windows, in batches: all of them, or VALIDATION_WINDOWS spread evenly over a long text.
+
+    Always the same ones, so that the losses of one run can be compared.
+    """
     size = config.context
     windows = (len(corpus.validation) - 1) // size
-    inputs = corpus.validation[: windows * size].view(windows, size)
-    targets = corpus.validation[1 : windows * size + 1].view(windows, size)
-    each = max(1, VALIDATION_BYTES // size)
-    for pair in list(zip(inputs.split(each), targets.split(each)))[:batches]:
-        yield pair[0].long(), pair[1].long()
+    count = min(windows, VALIDATION_WINDOWS)
+    starts = torch.arange(count) * windows // count * size
+    for part in starts.split(VALIDATION_BATCH):
+        found = corpus.validation[part[:, None] + torch.arange(size + 1)].long()
+        yield found[:, :-1], found[:, 1:]

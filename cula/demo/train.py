@@ -38,11 +38,11 @@ def bits_per_byte(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, corpus: data.Corpus, config: DemoConfig, batches: int | None = None) -> float:
-    """Bits per byte on the validation text (its first `batches` batches, None: all of it)."""
+def evaluate(model: nn.Module, corpus: data.Corpus, config: DemoConfig) -> float:
+    """Bits per byte on the validation windows."""
     total, count = 0.0, 0
     device = next(model.parameters()).device
-    for inputs, targets in data.validation(corpus, config, batches):
+    for inputs, targets in data.validation(corpus, config):
         loss = bits_per_byte(model(inputs.to(device)), targets.to(device))
         total, count = total + loss.item() * targets.numel(), count + targets.numel()
     return total / count
@@ -70,7 +70,7 @@ def train(
     report: Report,
     every: int = 100,
 ) -> bool:
-    """Go on from `history` to `config.steps`; True when that is reached, False when Ctrl-C asked to stop.
+    """Go on from `history` to `config.steps`; True when that is reached, False where Ctrl-C asked to stop.
 
     A checkpoint is in `folder` from the first moment on, after every `every` steps and at the end or the stop.
     """
@@ -86,12 +86,11 @@ def train(
             history.train.append(one_step(model, optimizer, inputs.to(device), targets.to(device), rate))
             last = history.step == config.steps
             if history.step % every == 0 or last:
-                value = evaluate(model, corpus, config, None if last else 2)
-                history.validation.append((history.step, value))
+                history.validation.append((history.step, evaluate(model, corpus, config)))
             history.seconds = before + time.perf_counter() - began
             speed = (history.step - first) * config.batch * config.context / (history.seconds - before)
             report(history, speed)
             if history.step % every == 0 and not last:
                 checkpoint.save(folder, config, model, optimizer, history)
         checkpoint.save(folder, config, model, optimizer, history)
-    return history.step >= config.steps
+    return not interrupt.asked

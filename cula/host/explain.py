@@ -178,20 +178,12 @@ def _check_flags(name: str, flags: Mapping[str, Any]) -> None:
             raise TypeError(f"{name}() has no argument {flag!r}; it has {', '.join(known)}")
 
 
-def _chunk_size(value: Any) -> int:
-    from cula.ops.kda.problem import CHUNK_SIZES
-
-    if isinstance(value, bool) or value not in CHUNK_SIZES:
-        raise RangeError(f"chunk_size must be 16, 32 or 64; got {value!r}")
-    return value
-
-
 def _problem(
     name: str, sizes: dict[str, int], lengths: Sequence[int] | None, dtype: str, grad: bool, flags: dict[str, Any]
 ) -> Any:
     """The problem that a call with these flags would parse to."""
     from cula.ops.kda.cp_mode import CPMode
-    from cula.ops.kda.problem import KDAProblem, parse_lower_bound, parse_scale
+    from cula.ops.kda.problem import KDAProblem, check_chunk_size, parse_lower_bound, parse_scale
 
     serving = name in ("kda_prefill", "kda_decode", "kda_verify")
     raw = flags.get("gate_is_raw", True) if serving else flags.get("use_gate_in_kernel", name == "fused_kda_gate")
@@ -221,7 +213,7 @@ def _problem(
         state_v_first=serving or bool(flags.get("state_v_first")),
         intermediate_states=bool(flags.get("return_intermediate_states")),
         disable_recompute=bool(flags.get("disable_recompute")),
-        chunk_size=_chunk_size(flags.get("chunk_size", 64)),
+        chunk_size=check_chunk_size(flags.get("chunk_size", 64)),
         grad=grad,
         use_graph=bool(flags.get("use_graph")),
         cp=CPMode.parse(flags.get("cp_mode"), grad=grad),

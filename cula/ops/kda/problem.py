@@ -322,6 +322,13 @@ class ChunkOptions:
     cp_context: Any = None
 
 
+def check_chunk_size(value: Any) -> int:
+    """`value` if it is one of the integers 16, 32 and 64; RangeError otherwise."""
+    if type(value) is not int or value not in CHUNK_SIZES:
+        raise RangeError(f"chunk_size must be 16, 32 or 64; got {value!r}")
+    return value
+
+
 def parse_context_parallel(options: ChunkOptions, grad: bool) -> CPMode:
     """The CP mode; plans and contexts have no implementation in this version and are refused."""
     if options.cp_context is not None:
@@ -343,11 +350,10 @@ def parse_chunk(
     B, T, H, HV, K, V = check_qkv(q, k, v, g, beta)
     act = parse_activation(g, activation)
     opt = options
-    if isinstance(opt.chunk_size, bool) or opt.chunk_size not in CHUNK_SIZES:
-        raise RangeError(f"chunk_size must be 16, 32 or 64; got {opt.chunk_size!r}")
+    check_chunk_size(opt.chunk_size)
     host_copy = not (opt.use_graph or capturing(q.device))
     N, bounds = parse_sequences(B, T, q.device, cu_seqlens, cu_seqlens_cpu, host_copy=host_copy)
-    if opt.max_num_seqs is not None and opt.max_num_seqs != N:
+    if opt.max_num_seqs is not None and (type(opt.max_num_seqs) is not int or opt.max_num_seqs != N):
         raise RangeError(f"max_num_seqs must equal the number of sequences N={N}; got {opt.max_num_seqs!r}")
     dtype = DTYPE_NAMES[q.dtype]
     if initial_state is not None:
