@@ -3,8 +3,6 @@
 Importing this package loads no torch and no kernel DSL; every public name is imported when first used.
 """
 
-from typing import TYPE_CHECKING
-
 from cula.host.lazy import attach
 
 __version__ = "0.1.0"
@@ -33,6 +31,7 @@ __getattr__, __dir__, __all__ = attach(
     absent=_ABSENT,
 )
 
+TYPE_CHECKING = False  # type checkers take it for true; importing typing costs more than all the rest of a door
 if TYPE_CHECKING:
     from cula import integrations, kda, layers, lightning, ops
     from cula.host.errors import (

@@ -1,7 +1,5 @@
 """Kimi Delta Attention: the public functions. Names load when first used; no kernel DSL before it runs."""
 
-from typing import TYPE_CHECKING
-
 from cula.host.lazy import attach
 
 _NAMES = {
@@ -31,6 +29,7 @@ _ABSENT = {
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES, absent=_ABSENT)
 
+TYPE_CHECKING = False  # type checkers take it for true; importing typing costs more than all the rest of a door
 if TYPE_CHECKING:
     from cula.ops.kda.chunk.op import chunk_kda
     from cula.ops.kda.chunk.prefill import kda_prefill

@@ -1,7 +1,5 @@
 """Lightning Attention (fixed decay per head): the public functions, loaded when first used."""
 
-from typing import TYPE_CHECKING
-
 from cula.host.lazy import attach
 
 _NAMES = {"lightning_slopes": "cula.ops.lightning.slopes:lightning_slopes"}
@@ -10,5 +8,6 @@ _ABSENT = dict.fromkeys(("chunk_lightning_attn", "lightning_prefill", "lightning
 
 __getattr__, __dir__, __all__ = attach(__name__, _NAMES, absent=_ABSENT)
 
+TYPE_CHECKING = False  # type checkers take it for true; importing typing costs more than all the rest of a door
 if TYPE_CHECKING:
     from cula.ops.lightning.slopes import lightning_slopes
