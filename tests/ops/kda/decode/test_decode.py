@@ -291,3 +291,73 @@ def test_many_steps_stay_right_for_every_gate(on_decode, gate: str, beta: str) -
     got = {"o": torch.cat(outs, 1), "final_state": pool[index].mT}
     for name, x in got.items():
         assert relative_error(x, truth[name], floor=floor[name]) <= tolerance(name, p.q.dtype), name
+
+
+VARIATIONS = {
+    "scale": {"scale": 0.3},
+    "another scale": {"scale": 0.7},
+    "no norm": {"normalize_qk": False},
+    "doubled": {"allow_neg_eigval": True},
+    "finished beta": {"beta_is_logits": False},
+    "finished gate": {"gate_is_raw": False},
+    "a bound": {"lower_bound": -5.0},
+    "another bound": {"lower_bound": -2.0},
+    "no bias": {"dt_bias": None},
+    "a bound alone": {"lower_bound": -5.0, "A_log": None, "dt_bias": None},
+}
+CHUNK_NAMES = {
+    "normalize_qk": "use_qk_l2norm_in_kernel",
+    "beta_is_logits": "use_beta_sigmoid_in_kernel",
+    "gate_is_raw": "use_gate_in_kernel",
+}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_call_that_looks_like_an_earlier_one_is_still_itself(on_decode, order: int) -> None:
+    """One argument differs at a time, in two orders: each call is the recurrence with that argument."""
+    from cula.kda import kda_recurrent_reference
+
+    p = make(CASE)
+    p = p.map(lambda x: x, beta=p.beta.abs() / 4, g=-p.g.abs())
+    for what in list(VARIATIONS)[::order]:
+        change = VARIATIONS[what]
+        for _ in range(2):
+            pool = pool_of(p)
+            start = pool[[6, 2, 0, 5]].clone()
+            out = decode(p, pool, [6, 2, 0, 5], **change, implementation=on_decode.name)
+            named = {"A_log": p.A_log, "dt_bias": p.dt_bias, "initial_state": start}
+            renamed = {CHUNK_NAMES.get(name, name): value for name, value in change.items()}
+            o, state = kda_recurrent_reference(*p.five(), **{**p.flags(), **named, "state_v_first": True, **renamed})
+            assert relative_error(out, o) <= 1e-5, what
+            assert relative_error(pool[[6, 2, 0, 5]], state) <= 1e-5, what
+
+
+@pytest.mark.parametrize("function", ["kda_decode", "kda_verify"])
+def test_a_name_is_asked_again_after_a_call_of_the_same_form(function: str) -> None:
+    p = make(CASE)
+    slots = {"state_pool": pool_of(p), "state_indices": torch.tensor([6, 2, 0, 5])}
+    for known in (None, "auto", "eager"):
+        serve(function, p, **slots, implementation=known)
+        with pytest.raises(cula.NotSupportedError, match="sm90"):
+            serve(function, p, **slots, implementation="sm90")
+        with pytest.raises(cula.RangeError, match="implementation"):
+            serve(function, p, **slots, implementation="fastest")
+        with pytest.raises(cula.DtypeError, match="null_index"):
+            serve(function, p, **slots, implementation=known, null_index=None)
+        with pytest.raises(cula.CulaError, match="lower_bound"):
+            serve(function, p, **slots, implementation=known, lower_bound=math.nan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_may_write_the_slots_that_others_read(on_decode, dtype: torch.dtype) -> None:
+    """Every row reads before any row writes: slots handed round in a ring, with two threads."""
+    p = make(CASE.replace(B=32, K=64, V=64, HV=4, H=4))
+    start = torch.randn(32, 4, 64, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+    ring = torch.arange(32).roll(1)
+    torch.set_num_threads(2)
+    for _ in range(5):
+        moved, inplace = start.clone(), start.clone()
+        options = {"implementation": on_decode.name}
+        out = decode(p, moved, torch.arange(32), write_indices=ring, **options)
+        assert bits_equal(out, decode(p, inplace, torch.arange(32), **options))
+        assert bits_equal(moved[ring], inplace)
