@@ -14,12 +14,18 @@ from typing import Any
 
 import numba
 import numpy as np
-from numba.core import types
+from llvmlite import ir
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
 #: The length given to arrays that are made of an address: beyond every index, so that no slice is cut short.
 FLAT = 1 << 60
+#: Bytes of a cache line.
+LINE = 64
+#: Groups of rows that a lone token asks for ahead: 2 took the step from 105 to 80 us with 2 MiB states out of the
+#: cache (two cores, DDR5), and cost nothing with states in it.
+AHEAD = 2
 #: Tokens whose activations are held at once.
 BLOCK = 16
 #: State rows that one pass takes through a token.
@@ -93,6 +99,29 @@ def array_at(typingctx, like, address, size):
         return array._getvalue()
 
     return like(like, types.intp, types.intp), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Ask for the cache line at an address, to be read; any address is safe."""
+
+    def codegen(context, builder, signature, arguments):
+        place = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        i32 = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, i32, i32, i32])
+        name = "llvm.prefetch.p0i8" if str(place.type) == "i8*" else "llvm.prefetch.p0"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        builder.call(function, [place, i32(0), i32(2), i32(1)])  # to read, into the second-level cache, data
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen
+
+
+@compiled()
+def prefetch_rows(address, size):
+    """Ask for `size` bytes from an address on."""
+    for c in range(0, size, LINE):
+        prefetch(address + c)
 
 
 @compiled()
@@ -279,6 +308,8 @@ def take_rows(
         rows = ROWS if r + ROWS <= high else 1
         if in_place:
             base = r * stride
+            if count == 1:  # a lone token: memory is the limit, and four short streams hide from the prefetcher
+                prefetch_rows(address + (base + AHEAD * ROWS * stride) * item, ROWS * stride * item)
         else:
             copy_rows(pool, source_at + r * stride, stride, state, 0, width, rows, width)
         place, from_v = (first * sizes[HV] + head) * sizes[V] + r, v_at + r
