@@ -101,9 +101,9 @@ def _forward_backward(function: Any, p: Problem, gradients: bool, options: dict[
 def gradients_of(
     outputs: list[torch.Tensor], cotangents: list[torch.Tensor], leaves: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Gradients of the leaves, zeros where nothing reaches one; an output with no element may have no graph."""
-    pairs = [(y, d.to(y.dtype)) for y, d in zip(outputs, cotangents, strict=True) if y.requires_grad or y.numel()]
-    if not any(y.requires_grad for y, _ in pairs):
+    """Gradients of the leaves, zeros where nothing reaches one; an output may have no graph (no tokens)."""
+    pairs = [(y, d.to(y.dtype)) for y, d in zip(outputs, cotangents, strict=True) if y.requires_grad]
+    if not pairs:
         return [torch.zeros_like(x) for x in leaves]
     ys, ds = zip(*pairs, strict=True)
     return list(torch.autograd.grad(ys, leaves, ds, materialize_grads=True))
@@ -217,7 +217,7 @@ def _untouched(pool: torch.Tensor, base: torch.Tensor, index: torch.Tensor) -> N
 
 
 def units(problem: Problem, truth: Quantities) -> dict[str, float]:
-    """The size of the terms that each gate gradient is a difference of: RMS(q dq) + RMS(k dk), summed as it is."""
+    """The size of the terms that each gate gradient is a difference of: q dq, k dk and what v puts into the state."""
     if "dq" not in truth:
         return {}
     q, k = problem.q.double(), problem.k.double()
@@ -227,6 +227,7 @@ def units(problem: Problem, truth: Quantities) -> dict[str, float]:
     else:
         scale = [1.0, 1.0]
     term = rms(q) * rms(truth["dq"]) * scale[0] + rms(k) * rms(truth["dk"]) * scale[1]
+    term += rms(problem.v) * rms(truth["dv"]) * problem.case.V / problem.case.K
     if not problem.raw_gate:
         return {"dg": term, "dh0": 1.0}
     raw = problem.g.detach().double().requires_grad_()
