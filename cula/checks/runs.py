@@ -217,15 +217,17 @@ def _untouched(pool: torch.Tensor, base: torch.Tensor, index: torch.Tensor) -> N
 
 
 def units(problem: Problem, truth: Quantities) -> dict[str, float]:
-    """The size of the terms that each gate gradient is a difference of: q dq, k dk and what v puts into the state."""
+    """The size of the terms that a gradient is a sum or difference of.
+
+    dg: q dq, k dk and what v puts into the state. A_log and dt_bias: their sums over all tokens, without signs.
+    """
     if "dq" not in truth:
         return {}
     q, k = problem.q.double(), problem.k.double()
+    scale = [1.0, 1.0]
     if problem.case.l2norm:
         q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-6) for x in (q, k))
         scale = [rms(x) / max(rms(y), 1e-30) for x, y in ((problem.q, q), (problem.k, k))]
-    else:
-        scale = [1.0, 1.0]
     term = rms(q) * rms(truth["dq"]) * scale[0] + rms(k) * rms(truth["dk"]) * scale[1]
     term += rms(problem.v) * rms(truth["dv"]) * problem.case.V / problem.case.K
     if not problem.raw_gate:
@@ -233,13 +235,14 @@ def units(problem: Problem, truth: Quantities) -> dict[str, float]:
     raw = problem.g.detach().double().requires_grad_()
     gate = natural_gate(raw, problem.A_log, problem.dt_bias, problem.lower_bound)
     (slope,) = torch.autograd.grad(gate.sum(), raw) if raw.numel() else (raw,)
-    tokens = math.sqrt(problem.g.shape[0] * problem.g.shape[1])
-    width = math.sqrt(problem.g.shape[3])
+    through_rate = torch.where(slope == 0.0, 0.0, truth["dg"] / slope) * gate
+    if problem.lower_bound is not None:
+        through_rate = truth["dg"] * (raw if problem.dt_bias is None else raw + problem.dt_bias.double())
     return {
         "dg": term * rms(slope),
         "dh0": 1.0,
-        "ddt_bias": term * rms(slope) * tokens,
-        "dA_log": term * rms(gate) * tokens * width,
+        "ddt_bias": rms(truth["dg"].abs().sum((0, 1))),
+        "dA_log": rms(through_rate.abs().sum((0, 1, 3))),
     }
 
 

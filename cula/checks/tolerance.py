@@ -38,7 +38,7 @@ GROUPS: dict[str, str] = {
 }
 
 #: The share of its terms' unit below which a quantity is not held to its own size.
-FLOORS = {"value": 1e-12, "gradient": 1e-12, "gate gradient": 1e-3, "parameter gradient": 1e-3}
+FLOORS = {"value": 1e-12, "gradient": 1e-12, "gate gradient": 1e-3, "parameter gradient": 1e-2}
 
 #: 1.05 x FLA's error in the same run is the second bar of 16-bit values where FLA is installed.
 PEER_FACTOR = 1.05
