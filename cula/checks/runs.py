@@ -219,7 +219,8 @@ def _untouched(pool: torch.Tensor, base: torch.Tensor, index: torch.Tensor) -> N
 def units(problem: Problem, truth: Quantities) -> dict[str, float]:
     """The size of the terms that a gradient is a sum or difference of.
 
-    dg: q dq, k dk and what v puts into the state. A_log and dt_bias: their sums over all tokens, without signs.
+    dg: q dq, k dk and what v puts into the state. A_log and dt_bias: their sums over all tokens without signs, or
+    what those terms of dg sum to, whichever is larger.
     """
     if "dq" not in truth:
         return {}
@@ -235,14 +236,16 @@ def units(problem: Problem, truth: Quantities) -> dict[str, float]:
     raw = problem.g.detach().double().requires_grad_()
     gate = natural_gate(raw, problem.A_log, problem.dt_bias, problem.lower_bound)
     (slope,) = torch.autograd.grad(gate.sum(), raw) if raw.numel() else (raw,)
+    tokens = math.sqrt(problem.g.shape[0] * problem.g.shape[1])
+    width = math.sqrt(problem.g.shape[3])
     through_rate = torch.where(slope == 0.0, 0.0, truth["dg"] / slope) * gate
     if problem.lower_bound is not None:
         through_rate = truth["dg"] * (raw if problem.dt_bias is None else raw + problem.dt_bias.double())
     return {
         "dg": term * rms(slope),
         "dh0": 1.0,
-        "ddt_bias": rms(truth["dg"].abs().sum((0, 1))),
-        "dA_log": rms(through_rate.abs().sum((0, 1, 3))),
+        "ddt_bias": max(rms(truth["dg"].abs().sum((0, 1))), 0.1 * term * rms(slope) * tokens),
+        "dA_log": max(rms(through_rate.abs().sum((0, 1, 3))), 0.1 * term * rms(gate) * tokens * width),
     }
 
 
