@@ -3,8 +3,9 @@
 A test that takes `on_chunk`, `on_prefill`, `on_recurrent`, `on_decode`, `on_verify` or `on_gate` runs once for every
 implementation of that stage that `cula.available()` lists, on every kind of device here; `subject` is any
 implementation with any stage. Each is a `Subject`, and while the test runs, its name means its very row
-(`cula.checks.rows`). Those on a GPU are marked `gpu`. A module of CPU tests that name no implementation uses
-`each_chunk` or `each_prefill`: every row of that stage is then what auto prefers.
+(`cula.checks.rows`) and its device is torch's default (not for `subject`). Those on a GPU are marked `gpu`.
+A module of CPU tests that name no implementation uses `each_chunk` or `each_prefill`: every row of that stage is
+then what auto prefers.
 """
 
 from __future__ import annotations
@@ -65,13 +66,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(fixture, parameters, indirect=True)
 
 
-def _forced(request: pytest.FixtureRequest) -> Iterator[Subject]:
+@pytest.fixture
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
     with rows.only(request.param.label):
         yield request.param
 
 
-subject, on_chunk, on_prefill, on_recurrent, on_decode, on_verify, on_gate = (
-    pytest.fixture(_forced, name=name) for name in ("subject", *_FUNCTIONS)
+def _there(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    with rows.only(request.param.label), torch.device(request.param.device):
+        yield request.param
+
+
+on_chunk, on_prefill, on_recurrent, on_decode, on_verify, on_gate = (
+    pytest.fixture(_there, name=name) for name in _FUNCTIONS
 )
 
 

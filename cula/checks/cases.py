@@ -36,20 +36,20 @@ Draw = Callable[[torch.Generator, tuple[int, int, int, int]], GateInputs]
 
 
 def _normal(rng: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=rng, dtype=torch.float64)
+    return torch.randn(*shape, generator=rng, dtype=torch.float64, device="cpu")
 
 
 def _uniform(rng: torch.Generator, low: float, high: float, *shape: int) -> torch.Tensor:
-    return low + (high - low) * torch.rand(*shape, generator=rng, dtype=torch.float64)
+    return low + (high - low) * torch.rand(*shape, generator=rng, dtype=torch.float64, device="cpu")
 
 
 def _constant(value: float) -> Draw:
-    return lambda rng, shape: GateInputs(torch.full(shape, value, dtype=torch.float64))
+    return lambda rng, shape: GateInputs(torch.full(shape, value, dtype=torch.float64, device="cpu"))
 
 
 def _cliff(position: int) -> Draw:
     def draw(rng: torch.Generator, shape: tuple[int, int, int, int]) -> GateInputs:
-        g = torch.zeros(shape, dtype=torch.float64)
+        g = torch.zeros(shape, dtype=torch.float64, device="cpu")
         g[:, position : position + 1] = -1000.0
         return GateInputs(g)
 
@@ -57,7 +57,7 @@ def _cliff(position: int) -> Draw:
 
 
 def _alternating(rng: torch.Generator, shape: tuple[int, int, int, int]) -> GateInputs:
-    g = torch.zeros(shape, dtype=torch.float64)
+    g = torch.zeros(shape, dtype=torch.float64, device="cpu")
     g[:, 1::2] = LOWER_BOUND
     return GateInputs(g)
 
@@ -269,9 +269,10 @@ class Problem:
         return self.map(lambda x: x, case=self.case.replace(T=end - start), **{**cut, **changes})
 
 
-def make(case: Case, device: torch.device | str = "cpu") -> Problem:
-    """The problem that `case` names, on `device`."""
-    rng = torch.Generator().manual_seed(hash_seed(case))
+def make(case: Case, device: torch.device | str | None = None) -> Problem:
+    """The problem that `case` names, on `device` (None: torch's default device)."""
+    device = torch.get_default_device() if device is None else device
+    rng = torch.Generator("cpu").manual_seed(hash_seed(case))
     dtype = case.torch_dtype
     own = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     gate_dtype = dtype if case.gates == "same" else own
@@ -281,11 +282,11 @@ def make(case: Case, device: torch.device | str = "cpu") -> Problem:
     low, high, _, _ = BETAS[case.beta]
     beta = _uniform(rng, low, high, case.B, case.T, case.HV) if high > low else None
     if beta is None:
-        beta = torch.full((case.B, case.T, case.HV), low, dtype=torch.float64)
+        beta = torch.full((case.B, case.T, case.HV), low, dtype=torch.float64, device="cpu")
     h0, dht = (_normal(rng, case.N, case.HV, case.K, case.V) for _ in range(2))
     if case.v_first:
         h0, dht = h0.transpose(-1, -2), dht.transpose(-1, -2)
-    offsets = None if case.lengths is None else torch.tensor([0, *case.lengths]).cumsum(0)
+    offsets = None if case.lengths is None else torch.tensor([0, *case.lengths], device="cpu").cumsum(0)
 
     def to(x: torch.Tensor | None, kind: torch.dtype) -> torch.Tensor | None:
         return None if x is None else x.to(kind).to(device).contiguous()
@@ -306,6 +307,11 @@ def make(case: Case, device: torch.device | str = "cpu") -> Problem:
         lower_bound=gate.lower_bound,
         raw_gate=gate.raw,
     )
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Standard normal numbers, the same on every device, on torch's default one."""
+    return _normal(torch.Generator("cpu").manual_seed(seed), *shape).to(torch.get_default_device(), dtype)
 
 
 def hash_seed(case: Case) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cula.checks.cases import BETAS, Case, Problem, natural_gate
+from cula.checks.cases import BETAS, Case, Problem, natural_gate, normal
 from cula.checks.poison import Poison
 from cula.checks.tolerance import FLOORS, GROUPS, relative_error, rms, tolerance
 
@@ -203,8 +203,7 @@ def _gate_gradients(function: Any, p: Problem, poison: Poison, kind: torch.dtype
     names = [name for name in ("g", "A_log", "dt_bias") if getattr(p, name) is not None]
     leaves = {name: getattr(p, name).detach().requires_grad_() for name in names}
     gate = function(leaves["g"], leaves.get("A_log"), leaves.get("dt_bias"))
-    seed = torch.Generator().manual_seed(7)
-    cotangent = torch.randn(gate.shape, generator=seed, dtype=torch.float64).to(gate.device, kind)
+    cotangent = normal(*gate.shape, seed=7, dtype=kind).to(gate.device)
     grads = torch.autograd.grad(gate, list(leaves.values()), cotangent)
     poison.check()
     return {"gate": gate.detach(), **{f"d{name}": grad for name, grad in zip(names, grads, strict=True)}}

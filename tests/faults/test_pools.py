@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cula.checks.cases import Case, Problem, make
+from cula.checks.cases import Case, Problem, make, normal
 from cula.checks.poison import Poison
 from cula.checks.runs import fresh_pool, serve
 from cula.checks.tolerance import bits_equal, relative_error, tolerance
@@ -17,7 +17,7 @@ SLOTS = 6
 
 
 def pool_of(seed: int = 3, dtype: torch.dtype = torch.float32, slots: int = SLOTS) -> torch.Tensor:
-    return torch.randn(slots, 2, 12, 16, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return normal(slots, 2, 12, 16, seed=seed, dtype=dtype)
 
 
 def step(function: str, p: Problem, pool: torch.Tensor, index: list[int], **options) -> torch.Tensor:
@@ -170,7 +170,7 @@ def test_fault_70_a_chunked_prefill_is_the_one_shot_prefill(on_prefill, dtype: s
 def test_fault_71_the_same_step_a_thousand_times(on_decode, function: str, threads: int) -> None:
     """Equal bits every time, with one thread and with two: no race, no forgotten barrier."""
     p = make(CASE.replace(B=4, K=64, V=64))
-    start = torch.randn(SLOTS, 2, 64, 64, generator=torch.Generator().manual_seed(3))
+    start = normal(SLOTS, 2, 64, 64, seed=3)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cula
-from cula.checks.cases import Case, Problem, make
+from cula.checks.cases import Case, Problem, make, normal
 from cula.checks.poison import Poison
 from cula.checks.runs import chunk, serve
 from cula.checks.tolerance import bits_equal, relative_error, tolerance
@@ -25,8 +25,7 @@ def prefill(p: Problem, **options) -> torch.Tensor:
 
 def pool_of(p: Problem, slots: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Random slots, so that every slot has bits of its own."""
-    rng = torch.Generator().manual_seed(5)
-    return torch.randn(slots, p.case.HV, p.case.V, p.case.K, generator=rng).to(dtype)
+    return normal(slots, p.case.HV, p.case.V, p.case.K, seed=5, dtype=dtype)
 
 
 def expected_of(p: Problem, start: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cula
-from cula.checks.cases import DTYPES, Case, Problem, make
+from cula.checks.cases import DTYPES, Case, Problem, make, normal
 from cula.checks.poison import Poison, poisoned
 from cula.checks.runs import floors, reference, serve
 from cula.checks.tolerance import bits_equal, relative_error, tolerance
@@ -18,10 +18,9 @@ SLOTS = 9
 
 
 def pool_of(p: Problem, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    rng = torch.Generator().manual_seed(5)
     if p.q.dtype == torch.float64:
         dtype = torch.float64
-    return torch.randn(SLOTS, p.case.HV, p.case.V, p.case.K, generator=rng).to(dtype)
+    return normal(SLOTS, p.case.HV, p.case.V, p.case.K, seed=5, dtype=dtype)
 
 
 def decode(p: Problem, pool: torch.Tensor, index, **options) -> torch.Tensor:
@@ -352,7 +351,7 @@ def test_a_name_is_asked_again_after_a_call_of_the_same_form(function: str) -> N
 def test_rows_may_write_the_slots_that_others_read(on_decode, dtype: torch.dtype) -> None:
     """Every row reads before any row writes: slots handed round in a ring, with two threads."""
     p = make(CASE.replace(B=32, K=64, V=64, HV=4, H=4))
-    start = torch.randn(32, 4, 64, 64, generator=torch.Generator().manual_seed(5)).to(dtype)
+    start = normal(32, 4, 64, 64, seed=5, dtype=dtype)
     ring = torch.arange(32).roll(1)
     torch.set_num_threads(2)
     for _ in range(5):
