@@ -63,3 +63,23 @@ def test_token_states_may_go_to_slots_that_others_read(label: str) -> None:
         )  # fmt: skip
     assert torch.equal(out, expected)
     assert torch.equal(pool, apart)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "strided"])
+@pytest.mark.parametrize("label", labels("kda_verify", "cpu"))
+def test_token_states_of_another_type_or_layout_keep_the_bits(label: str, kind: str) -> None:
+    x, pool = inputs(3, 4), pool_of(4)
+    read, rows = torch.tensor([2, 0, 1]), torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7], [0, 8, 9, 10]])
+    rows[2, 0] = -1
+    apart = torch.full((11, HV, V, K), 7.0)
+    other = torch.full((11, HV, V, K), 7.0, dtype=torch.bfloat16)
+    if kind == "strided":
+        other = torch.full((11, HV, V, 2 * K), 7.0)[..., ::2]
+    common = {"state_pool": pool, "state_indices": read, "lower_bound": -5.0, "null_index": 0}  # slot 0 is null
+    with only(label) as name:
+        expected = kda_verify(*x, states_out=apart, states_out_indices=rows, implementation=name, **common)
+        out = kda_verify(*x, states_out=other, states_out_indices=rows, implementation=name, **common)
+    assert torch.equal(out, expected)
+    assert not out[1].any()
+    assert torch.equal(other.float(), apart.to(other.dtype).float())
+    assert (apart[4:8] == 7.0).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def run(p: KDAProblem, x: Operands) -> Any:
         o = walk_rows(p, x, States(state))
         return o, final_state(p, state)
     if "walkable" not in x.memo:
-        x.memo["walkable"] = p.N > 0 and walkable(x.state_pool, x.states_out)
+        x.memo["walkable"] = p.N > 0 and walkable(x.state_pool)
     if not x.memo["walkable"]:
         return stepwise.run(p, x)
     read = x.read_indices
@@ -30,9 +31,35 @@ def run(p: KDAProblem, x: Operands) -> Any:
     write = "none"
     if x.update_state:
         write = "read" if x.write_indices is None else x.write_indices
+    if x.states_out is not None and not walkable(x.state_pool, x.states_out):
+        return _through_copy(p, x, read)
     if isinstance(write, torch.Tensor) or x.states_out is not None:
         return _apart(p, x, read, write)
     return walk_rows(p, x, States(x.state_pool, read, write, null_index=x.null_index, memo=x.memo))
+
+
+def _through_copy(p: KDAProblem, x: Operands, read: torch.Tensor) -> torch.Tensor:
+    """`states_out` of another type or layout than the pool's: its states are made beside it, by the same loops."""
+    ids = slot_ids(read, p.N, x.state_pool.shape[0], x.null_index, read.device)
+    wanted = slot_ids(x.states_out_indices.flatten(), 0, x.states_out.shape[0], x.null_index, read.device)
+    counts = torch.tensor(p.lengths) if p.packed else torch.full((p.N,), p.T)
+    made = torch.zeros(wanted.numel(), dtype=torch.bool)  # tokens of sequences that read a slot
+    made[: int(counts.sum())] = torch.repeat_interleave(ids >= 0, counts)
+    wanted = torch.where(made, wanted, -1)
+    beside = x.state_pool.new_empty(wanted.numel(), p.HV, p.V, p.K)
+    rows = torch.where(wanted >= 0, torch.arange(wanted.numel()), -1)
+    same = replace(
+        x,
+        read_indices=ids,
+        num_accepted_tokens=None,
+        states_out=beside,
+        states_out_indices=rows,
+        null_index=-1,
+        memo={},
+    )
+    out = run(p, same)
+    scatter_rows(x.states_out, wanted, beside)
+    return out
 
 
 def _apart(p: KDAProblem, x: Operands, read: torch.Tensor, write: Any) -> torch.Tensor:
