@@ -138,7 +138,7 @@ def test_fault_69_a_snapshot_survives_later_calls(on_prefill) -> None:
     """States kept in slots and checkpoint rows stay as they are while other sequences and later chunks run."""
     p = make(CASE.replace(B=2, T=70))
     rows, pool = torch.zeros(3, 2, 12, 16), pool_of()
-    keep = {"checkpoints": rows, "checkpoint_every": 64, "checkpoint_offsets": torch.tensor([0, 1, 2])}
+    keep = {"checkpoints": rows, "checkpoint_every": 64, "checkpoint_offsets": torch.tensor([0, 1, 2], device="cpu")}
     serve("kda_prefill", p, state_pool=pool, read_indices=torch.tensor([1, 2]), **keep, implementation=on_prefill.name)
     snapshot, saved = rows.clone(), pool[[1, 2]].clone()
     other = make(p.case.replace(seed=9))
