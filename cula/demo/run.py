@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -110,7 +111,7 @@ def _interrupted(plan: Plan, console: Console) -> int:
     place = plan.options.out / FILE
     if place.is_file():
         _say(console, f"\nInterrupted after step {plan.history.step} of {plan.config.steps}; {place} is whole.")
-        _say(console, f"To go on: cula demo --resume --out {plan.options.out}")
+        _say(console, f"To go on: cula demo --resume --out {shlex.quote(str(plan.options.out))}")
     else:
         _say(console, "\nInterrupted before the first checkpoint; start again with the same command.")
     return INTERRUPTED
