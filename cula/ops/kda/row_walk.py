@@ -54,14 +54,12 @@ def walk_rows(p: KDAProblem, x: Operands, s: States) -> Tensor:
     inputs = [x.q, x.k, x.v, x.g, x.beta]
     if not _reachable(inputs, dtype):
         inputs = [_reach(t, dtype) for t in inputs]
-    if "sizes" not in memo:
-        memo["numbers"] = np.array([p.scale, p.lower_bound or 0.0], np.float64)
-        memo["sizes"] = _sizes(p, s)
-    sizes = memo["sizes"]
     strides = [t.stride() for t in inputs]
-    if memo.get("strides") != strides:
-        sizes = memo["sizes"] = _with_strides(p, sizes, strides)
-        memo["strides"] = strides
+    known = memo.get("walk")  # one entry, replaced whole: calls of one form may run in several threads
+    if known is None or known[0] != strides:
+        numbers = np.array([p.scale, p.lower_bound or 0.0], np.float64)
+        known = memo["walk"] = (strides, numbers, _with_strides(p, _sizes(p, s), strides))
+    _, numbers, sizes = known
     out, direct = x.out, True
     if out is None or out.dtype != dtype or not out.is_contiguous():
         out, direct = torch.empty(x.v.shape, dtype=dtype), x.out is None and x.v.dtype == dtype
@@ -76,7 +74,7 @@ def walk_rows(p: KDAProblem, x: Operands, s: States) -> Tensor:
         integers = [None if t is None else t.to(torch.int64).contiguous() for t in integers]
     tensors = (*inputs, *constants, s.pool, s.states_out, out, *integers)  # alive until the loops are done
     addresses = np.array([0 if t is None else t.data_ptr() for t in tensors], np.int64)
-    _launch(_REAL[dtype], _INTEGER[dtype], memo["numbers"], sizes, addresses)
+    _launch(_REAL[dtype], _INTEGER[dtype], numbers, sizes, addresses)
     if direct:
         return out
     return out.to(x.v.dtype) if x.out is None else x.out.copy_(out)
@@ -97,10 +95,9 @@ def _reach(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _with_strides(p: KDAProblem, sizes: np.ndarray, strides: list[tuple[int, ...]]) -> np.ndarray:
-    """`sizes` with the strides of q, k, v, g, beta (another array: a call in another thread may hold the old one)."""
+    """`sizes` with the strides of q, k, v, g, beta filled in."""
     from cula.ops.kda import row_loops as loops
 
-    sizes = sizes.copy()
     across = 0 if p.packed or p.N == p.B else 1  # [1, N, ...]: the sequences lie along dim 1
     for i, stride in enumerate(strides):
         at = loops.Q_STRIDES + 3 * i

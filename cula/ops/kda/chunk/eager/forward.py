@@ -44,7 +44,7 @@ def _run(p: KDAProblem, x: Operands) -> ForwardResult:
             if snapshots is not None:
                 snapshots.take(slab, walked.h)
             if writer is not None:
-                writer.checkpoint(slab, inputs, walked, h)
+                writer.checkpoint(slab, inputs, walked)
         if final is not None:
             _store_state(p, group, h, final)
         if writer is not None:

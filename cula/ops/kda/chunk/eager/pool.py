@@ -60,7 +60,7 @@ class Writer:
         low, high = slab.first * C, slab.last * C
         return any(low < done <= high for n in slab.group.ids for done, _ in self.boundaries[n])
 
-    def checkpoint(self, slab: Slab, inputs: Inputs, walked: Walk, h: Tensor) -> None:
+    def checkpoint(self, slab: Slab, inputs: Inputs, walked: Walk) -> None:
         """Store the states of the slab's checkpoints: the chunk's start state advanced over its first tokens."""
         if walked.h is None:
             return

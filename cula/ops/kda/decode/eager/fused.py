@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cula.ops.kda.decode.eager import stepwise
-from cula.ops.kda.decode.eager.work import final_state, initial_state
+from cula.ops.kda.decode.eager.work import final_state, initial_state, read_indices
 from cula.ops.kda.pools import scatter_rows, slot_ids
 from cula.ops.kda.problem import KDAProblem, Operands
 from cula.ops.kda.row_walk import States, walk_rows, walkable
@@ -24,10 +24,7 @@ def run(p: KDAProblem, x: Operands) -> Any:
         x.memo["walkable"] = p.N > 0 and walkable(x.state_pool)
     if not x.memo["walkable"]:
         return stepwise.run(p, x)
-    read = x.read_indices
-    if x.num_accepted_tokens is not None:
-        columns = (x.num_accepted_tokens.to(torch.int64) - 1).clamp_(0, read.shape[1] - 1)
-        read = read.gather(1, columns.unsqueeze(1)).squeeze(1)
+    read = read_indices(x)
     write = "none"
     if x.update_state:
         write = "read" if x.write_indices is None else x.write_indices

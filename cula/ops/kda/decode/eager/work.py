@@ -50,15 +50,20 @@ def state_work(p: KDAProblem, x: Operands, state: Tensor) -> Work:
     return Work(*token_rows(p, x), state, ids, ids, None, None)
 
 
+def read_indices(x: Operands) -> Tensor:
+    """`[N]` indices to read: those given, or of `[N, S+1]` the column of the last accepted token."""
+    indices = x.read_indices
+    if x.num_accepted_tokens is None:
+        return indices
+    column = (x.num_accepted_tokens.to(torch.int64) - 1).clamp(0, indices.shape[1] - 1)
+    return indices.gather(1, column.unsqueeze(1)).squeeze(1)
+
+
 def pool_work(p: KDAProblem, x: Operands) -> Work:
     """kda_decode and kda_verify."""
     first, count, most = token_rows(p, x)
     device, slots = x.q.device, x.state_pool.shape[0]
-    indices = x.read_indices
-    if x.num_accepted_tokens is not None:
-        column = (x.num_accepted_tokens.to(torch.int64) - 1).clamp(0, indices.shape[1] - 1)
-        indices = indices.gather(1, column.unsqueeze(1)).squeeze(1)
-    read = slot_ids(indices, p.N, slots, x.null_index, device)
+    read = slot_ids(read_indices(x), p.N, slots, x.null_index, device)
     if not x.update_state:
         write = torch.full_like(read, -1)
     elif x.write_indices is None:
