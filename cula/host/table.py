@@ -85,6 +85,13 @@ def request_for(implementation: Any, direction: str) -> str | None:
     return check_name(implementation)
 
 
+def forward_only_name(implementation: Any, function: str) -> str | None:
+    """The name asked for, of a function that has no backward to name apart."""
+    if isinstance(implementation, dict):
+        raise NotSupportedError(f"{function} has no backward: implementation must be a name; got a dict")
+    return check_name(implementation)
+
+
 def verdicts(rows: Iterable[Row], problem: Any, target: Target) -> list[Verdict]:
     """Every row with its reason, in the order in which auto tries them."""
     result = []

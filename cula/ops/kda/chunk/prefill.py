@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from cula.host import env
-from cula.host.errors import DeviceError, DtypeError, NotSupportedError, RangeError, ShapeError
+from cula.host.errors import DeviceError, DtypeError, RangeError, ShapeError
+from cula.host.table import forward_only_name
 from cula.host.varlen import check_index_tensor
 from cula.ops.kda.chunk.policy import choose_rows
 from cula.ops.kda.debug import check_values
@@ -87,8 +88,7 @@ def kda_prefill(
         ShapeError, DtypeError, DeviceError, RangeError: an argument is wrong; nothing was touched.
         NotSupportedError: no implementation, or not the forced one, accepts the call; says why.
     """
-    if isinstance(implementation, dict):
-        raise NotSupportedError("kda_prefill has no backward: implementation must be a name; got a dict")
+    implementation = forward_only_name(implementation, "kda_prefill")
     activation = ActivationArguments(
         gate_is_raw, beta_is_logits, allow_neg_eigval, lower_bound, A_log, dt_bias, sigmoid_flag="beta_is_logits"
     )

@@ -8,7 +8,7 @@ import torch
 
 from cula.host import env
 from cula.host.errors import NotSupportedError
-from cula.host.table import choose
+from cula.host.table import choose, forward_only_name
 from cula.ops.kda.debug import check_values
 from cula.ops.kda.decode import calls
 from cula.ops.kda.decode.parse import (
@@ -73,7 +73,7 @@ def fused_recurrent_kda(
     problem, x = parse_recurrent(
         q, k, v, g, beta, activation, options, initial_state=initial_state, cu_seqlens=cu_seqlens
     )
-    row = choose(STAGES[RECURRENT], problem, x.target, implementation_name(implementation, "fused_recurrent_kda"))
+    row = choose(STAGES[RECURRENT], problem, x.target, forward_only_name(implementation, "fused_recurrent_kda"))
     if not problem.grad:
         return row.load()(problem, x)
     tensors = (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias, x.initial_state)
@@ -92,15 +92,6 @@ class _ForwardOnly(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Refuse."""
         raise NotSupportedError("fused_recurrent_kda has no backward; use chunk_kda for gradients")
-
-
-def implementation_name(implementation: Any, function: str) -> Any:
-    """A name, for functions that have no backward to name apart."""
-    if isinstance(implementation, dict):
-        raise NotSupportedError(f"{function} has no backward: implementation must be a name; got a dict")
-    from cula.host.table import check_name
-
-    return check_name(implementation)
 
 
 def _shared(common: tuple[Any, ...], out: Any) -> tuple[ActivationArguments, ServingArguments]:
@@ -172,7 +163,7 @@ def kda_decode(
     x.update_state = True
     if env.debug():
         check_values(problem, x)
-    row = choose(STAGES[DECODE], problem, x.target, implementation_name(implementation, "kda_decode"))
+    row = choose(STAGES[DECODE], problem, x.target, forward_only_name(implementation, "kda_decode"))
     return call.remember(problem, x, row.load())(problem, x)
 
 
@@ -239,5 +230,5 @@ def kda_verify(
     refuse_drafts(parent, rollback, update_state)
     if env.debug():
         check_values(problem, x)
-    row = choose(STAGES[VERIFY], problem, x.target, implementation_name(implementation, "kda_verify"))
+    row = choose(STAGES[VERIFY], problem, x.target, forward_only_name(implementation, "kda_verify"))
     return row.load()(problem, x)
