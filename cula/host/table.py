@@ -32,6 +32,8 @@ class Row:
     arch: the devices it supports, for people. stage: e.g. "chunk forward". dsl: what it is written in.
     status: "measured on ..." or "compiled, not run". entry: "module:function", imported when it runs.
     verified: it ran on hardware of its arch; auto skips rows where it did not.
+    kept: "module:function" that says from the problem alone what a forward row leaves for its backward row, as a list
+    of (name, shape, torch dtype); None: nothing that a traced call could count on (`cula.ops.kda.chunk.library`).
     """
 
     name: str
@@ -44,6 +46,7 @@ class Row:
     entry: str
     rules: tuple[Rule, ...] = field(default=(), repr=False)
     verified: bool = True
+    kept: str | None = None
 
     def refusal(self, problem: Any, target: Target) -> str | None:
         """None where the row accepts, else the first reason."""

@@ -250,11 +250,12 @@ def parse_scale(scale: Any, K: int) -> float:
 
 
 def parse_sequences(
-    B: int, T: int, device: Any, cu_seqlens: Any, cu_seqlens_cpu: Any, *, host_copy: bool
+    B: int, T: int, device: Any, cu_seqlens: Any, cu_seqlens_cpu: Any, *, host_copy: bool, traced: bool = False
 ) -> tuple[int, tuple[int, ...] | None]:
     """(N, boundaries on the host or None). The one place that copies `cu_seqlens` from a device.
 
     A host copy that the caller gives is trusted to equal the device's, but its values are checked.
+    traced: the tensors have no values yet.
     """
     if cu_seqlens is None:
         if cu_seqlens_cpu is not None:
@@ -273,6 +274,8 @@ def parse_sequences(
     elif source.device.type == "meta":
         raise DeviceError("cu_seqlens must be on the CPU or the device of q; got meta")
     elif source.device.type != "cpu" and not host_copy:
+        return N, None
+    if traced:
         return N, None
     boundaries = to_host(source)
     check_boundaries(name, boundaries, T)
@@ -306,7 +309,10 @@ def capturing(device: Any) -> bool:
 
 @dataclass(frozen=True)
 class ChunkOptions:
-    """The other arguments of a `chunk_kda` or `kda_prefill` call, unchecked."""
+    """The other arguments of a `chunk_kda` or `kda_prefill` call, unchecked.
+
+    grad: whether gradients are wanted, None to ask autograd. traced: the tensors have no values yet.
+    """
 
     scale: Any = None
     final_state: bool = False
@@ -320,6 +326,8 @@ class ChunkOptions:
     cp_mode: Any = None
     plan: Any = None
     cp_context: Any = None
+    grad: bool | None = None
+    traced: bool = False
 
 
 def check_chunk_size(value: Any) -> int:
@@ -352,14 +360,16 @@ def parse_chunk(
     opt = options
     check_chunk_size(opt.chunk_size)
     host_copy = not (opt.use_graph or capturing(q.device))
-    N, bounds = parse_sequences(B, T, q.device, cu_seqlens, cu_seqlens_cpu, host_copy=host_copy)
-    if opt.max_num_seqs is not None and (type(opt.max_num_seqs) is not int or opt.max_num_seqs != N):
+    N, bounds = parse_sequences(B, T, q.device, cu_seqlens, cu_seqlens_cpu, host_copy=host_copy, traced=opt.traced)
+    integers = (int, torch.SymInt) if opt.traced else (int,)
+    if opt.max_num_seqs is not None and (type(opt.max_num_seqs) not in integers or opt.max_num_seqs != N):
         raise RangeError(f"max_num_seqs must equal the number of sequences N={N}; got {opt.max_num_seqs!r}")
     dtype = DTYPE_NAMES[q.dtype]
     if initial_state is not None:
         axes, tail = ("[N, HV, V, K]", (V, K)) if opt.state_v_first else ("[N, HV, K, V]", (K, V))
         parse_state("initial_state", initial_state, (N, HV, *tail), axes, dtype, q.device)
-    grad = wants_grad(q, k, v, g, beta, initial_state, act.A_log, act.dt_bias)
+    given = (q, k, v, g, beta, initial_state, act.A_log, act.dt_bias)
+    grad = wants_grad(*given) if opt.grad is None else opt.grad
     if opt.intermediate_states and grad:
         raise NotSupportedError("return_intermediate_states needs torch.no_grad(); got inputs that require grad")
     problem = KDAProblem(

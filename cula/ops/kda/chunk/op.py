@@ -48,7 +48,7 @@ def chunk_kda(
     """Kimi Delta Attention over whole sequences, chunk by chunk; differentiable.
 
     Per value head j, with q/k head j // (HV // H): S = exp(g_t)[:, None] * S; S += beta_t k_t (v_t - S^T k_t)^T;
-    o_t = scale * S^T q_t.
+    o_t = scale * S^T q_t. Under torch.compile the whole call is one op, `cula::kda_chunk`.
 
     Args:
         q, k: `[B, T, H, K]`, bf16, fp16, fp32 or fp64 (one dtype for q, k, v).
@@ -89,6 +89,12 @@ def chunk_kda(
         scale, output_final_state, use_qk_l2norm_in_kernel, disable_recompute, return_intermediate_states,
         state_v_first, use_graph, max_num_seqs, chunk_size, cp_mode, plan, cp_context,
     )  # fmt: skip
+    if torch.compiler.is_compiling():
+        from cula.ops.kda.chunk.library import traced_chunk
+
+        return traced_chunk(
+            (q, k, v, g, beta), activation, options, implementation, initial_state, cu_seqlens, cu_seqlens_cpu
+        )
     problem, x = parse_chunk(
         q, k, v, g, beta, activation, options, initial_state=initial_state, cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
