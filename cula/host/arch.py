@@ -96,3 +96,9 @@ def target_of(device: Any) -> Target:
 def has_numba() -> bool:
     """Numba can be imported here."""
     return find_spec("numba") is not None
+
+
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Triton can be imported here."""
+    return find_spec("triton") is not None

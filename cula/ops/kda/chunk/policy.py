@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cula.host.arch import Target, has_numba
+from cula.host.arch import Target, has_numba, has_triton
 from cula.host.table import Row, Rule, choose, request_for
 
 FORWARD = "chunk forward"
@@ -30,7 +30,34 @@ _EAGER_RULES = (
 )
 _EAGER_STATUS = "measured on CPU (x86-64, AVX-512); checked on one H200"
 
+_PORTABLE_RULES = (
+    Rule(lambda p, t: t.kind == "cuda", "needs a GPU that Triton supports, got {t.name}"),
+    Rule(lambda p, t: has_triton() or not t.live, "needs triton; it comes with torch for CUDA, or: pip install triton"),
+    Rule(lambda p, t: p.dtype != "fp64", "needs bf16, fp16 or fp32 inputs, got {p.dtype}"),
+    Rule(lambda p, t: p.K <= 256, "needs K <= 256, got {p.K}"),
+)
+_PORTABLE_STATUS = "measured on one H200; compiled for sm80, sm90, sm100"
+
 FORWARD_ROWS: tuple[Row, ...] = (
+    Row(
+        name="portable",
+        mechanism="two launches",
+        algorithm="kda",
+        stage=FORWARD,
+        arch="any GPU of Triton's",
+        dsl="triton",
+        status=_PORTABLE_STATUS,
+        entry="cula.ops.kda.chunk.portable.forward:run",
+        kept="cula.ops.kda.chunk.portable.forward:kept",
+        rules=(
+            *_PORTABLE_RULES,
+            Rule(lambda p, t: not p.position_offsets, "takes no position_offsets; checkpoints count from 0"),
+            Rule(
+                lambda p, t: p.host_lengths or not p.intermediate_states,
+                "needs the sequence lengths on the host to shape h; pass cu_seqlens_cpu",
+            ),
+        ),
+    ),
     Row(
         name="eager",
         mechanism="fused",
@@ -62,6 +89,17 @@ FORWARD_ROWS: tuple[Row, ...] = (
     ),
 )
 BACKWARD_ROWS: tuple[Row, ...] = (
+    Row(
+        name="portable",
+        mechanism="walk back",
+        algorithm="kda",
+        stage=BACKWARD,
+        arch="any GPU of Triton's",
+        dsl="triton",
+        status=_PORTABLE_STATUS,
+        entry="cula.ops.kda.chunk.portable.backward:run",
+        rules=_PORTABLE_RULES,
+    ),
     Row(
         name="eager",
         mechanism="batched",

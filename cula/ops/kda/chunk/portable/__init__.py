@@ -1,0 +1,1 @@
+"""Chunk stages in Triton: any GPU that Triton supports."""

@@ -1,0 +1,86 @@
+"""bwd_dA (Triton): the gradients that need no K, of one chunk and value head, after both walks.
+
+From do and the walks' e and y, with v_new = beta e:
+
+    dv = beta y    dbeta = <e, y>    dAqk = tril(do v_new^T)    dAkk = -stril(dv v_new^T)
+
+It writes what `bwd_dqk` multiplies by, the norms' factors included: Dq = dAqk nq nk, its transpose, and
+Dk = (dAkk nk nk) + its transpose.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cula.ops.kda.chunk.portable.gate import sigmoid
+from cula.ops.kda.chunk.portable.tiles import find_tile
+
+
+@triton.jit(do_not_specialize=["T", "NT", "sbb"])
+def bwd_dA_kernel(
+    do, e, y, beta, beta_in, nq, nk, table, dv, dbeta, Dq, DqT, Dk,
+    sdb, sdt, sdh, sdv, sbb, sbt, sbh, T, NT,
+    HV: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr,
+    DOUBLE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """See the module; dv `[B, T, HV, V]`, dbeta `[B, T, HV]`, Dq, DqT, Dk `[tiles, HV, BT, BT]`."""
+    pid = tl.program_id(0).to(tl.int64)
+    hv = (pid % HV).to(tl.int32)
+    batch, first, count, owner = find_tile(table, (pid // HV).to(tl.int32), T, NT, BT, PACKED)
+    r = tl.arange(0, BT)
+    i = r[:, None]
+    j = r[None, :]
+    live = r < count
+    token = first.to(tl.int64)
+    row = (batch.to(tl.int64) * T + token) * HV + hv
+    dv += row * V
+    dbeta += row
+    out_v = i * HV * V
+    if PACKED:
+        spare = owner < 0  # rows after the last boundary: their gradients are zeros
+        if spare:
+            for v0 in range(0, V, BV):
+                vv = v0 + tl.arange(0, BV)[None, :]
+                tl.store(dv + out_v + vv, tl.zeros((BT, BV), dv.dtype.element_ty), live[:, None] & (vv < V))
+            tl.store(dbeta + r * HV, tl.zeros((BT,), dbeta.dtype.element_ty), live)
+            return
+    dt = e.dtype.element_ty
+    bb = tl.load(beta_in + pid * BT + r)
+    do += batch.to(tl.int64) * sdb + token * sdt + hv * sdh
+    e += pid * BT * VP
+    y += pid * BT * VP
+    Pq = tl.zeros((BT, BT), tl.float32)
+    Pk = tl.zeros((BT, BT), tl.float32)
+    db = tl.zeros((BT,), tl.float32)
+    for v0 in range(0, VP, BV):
+        vv = v0 + tl.arange(0, BV)
+        some = live[:, None]
+        if V % BV != 0:
+            some = some & (vv < V)[None, :]
+        bo = tl.load(do + i * sdt + vv[None, :] * sdv, mask=some, other=0.0).to(dt)
+        be = tl.load(e + i * VP + vv[None, :]).to(tl.float32)
+        by = tl.load(y + i * VP + vv[None, :]).to(tl.float32)
+        db += tl.sum(be * by, 1)
+        by *= bb[:, None]
+        tl.store(dv + out_v + vv[None, :], by.to(dv.dtype.element_ty), mask=some)
+        new = tl.trans((be * bb[:, None]).to(dt))
+        Pq = tl.dot(bo, new, Pq, input_precision=PRECISION)
+        Pk = tl.dot(by.to(dt), new, Pk, input_precision=PRECISION)
+    if SIGMOID:
+        logit = tl.load(beta + batch.to(tl.int64) * sbb + (token + r) * sbt + hv * sbh, mask=live, other=0.0).to(
+            tl.float32
+        )
+        db *= sigmoid(logit) * sigmoid(-logit)
+    if DOUBLE:
+        db *= 2.0
+    tl.store(dbeta + r * HV, db.to(dbeta.dtype.element_ty), mask=live)
+    row_q = tl.load(nq + pid * BT + r)[:, None]
+    row_k = tl.load(nk + pid * BT + r)[:, None]
+    col_k = tl.load(nk + pid * BT + r)[None, :]
+    Pq = tl.where(i >= j, Pq * row_q * col_k, 0.0).to(dt)
+    Pk = tl.where(i > j, -Pk * row_k * col_k, 0.0).to(dt)
+    at = i * BT + j
+    tl.store(Dq + pid * BT * BT + at, Pq)
+    tl.store(DqT + pid * BT * BT + at, tl.trans(Pq))
+    tl.store(Dk + pid * BT * BT + at, Pk + tl.trans(Pk))

@@ -1,0 +1,209 @@
+"""chunk forward, portable: tiles, intra, delta_h; at most three launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from cula.ops.kda.chunk.portable.config import Config, configure, pow2
+from cula.ops.kda.chunk.portable.delta_h import delta_h_kernel
+from cula.ops.kda.chunk.portable.intra import intra_kernel
+from cula.ops.kda.chunk.portable.tiles import BLOCK_N, BLOCK_TILES, tiles_kernel
+from cula.ops.kda.chunk.saved import ForwardResult, Saved
+from cula.ops.kda.pools import slot_ids
+from cula.ops.kda.problem import KDAProblem, Operands
+
+Tensor = torch.Tensor
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+GATES = {"finished": 0, "softplus": 1, "lower_bound": 2}
+
+
+@dataclass
+class Tiles:
+    """Where the chunks lie. count: tiles; NT: tiles of one sequence of a fixed batch; tables: see `tiles`."""
+
+    count: int
+    NT: int
+    table: Tensor
+    sequences: Tensor
+
+
+def make_tiles(p: KDAProblem, x: Operands, BT: int) -> Tiles:
+    """The tiles of a call; packed calls launch `tiles_kernel`, on lengths that only the device may know."""
+    if not p.packed:
+        NT = -(-p.T // BT)
+        return Tiles(p.B * NT, NT, x.q, x.q)
+    if p.lengths is None or p.grad:  # under grad what is saved has a shape that does not depend on lengths
+        count = -(-p.T // BT) + p.N
+    else:
+        rest = p.T - x.boundaries[-1]
+        count = sum(-(-n // BT) for n in p.lengths) + -(-rest // BT)
+    device = x.q.device
+    table = torch.empty(max(count, 1), 4, dtype=torch.int32, device=device)
+    sequences = torch.empty(p.N, 3, dtype=torch.int32, device=device)
+    cu = x.cu_seqlens.to(device)
+    grid = (max(1, -(-count // BLOCK_TILES)),)
+    tiles_kernel[grid](cu, table, sequences, cu.stride(0), p.N, p.T, count, BT=BT, BN=BLOCK_N, BI=BLOCK_TILES)
+    return Tiles(count, 0, table, sequences)
+
+
+@dataclass
+class Prepared:
+    """What `intra` leaves, `[tiles, HV, ...]`: see its module."""
+
+    kb: Tensor
+    qg: Tensor
+    kg: Tensor
+    Aqk: Tensor
+    M: Tensor
+    total: Tensor
+    beta: Tensor
+    qs: Tensor
+    ks: Tensor
+    nq: Tensor
+    nk: Tensor
+    anchors: Tensor
+
+
+def prepare(
+    p: KDAProblem, x: Operands, tiles: Tiles, c: Config, o: Tensor, kept: tuple[Tensor, Tensor] | None = None
+) -> Prepared:
+    """Run `intra`; `kept` are the Aqk and M of an earlier run."""
+    n, HV, BT, KP = tiles.count, p.HV, c.BT, c.KP
+    new = partial(torch.empty, dtype=DTYPES[c.dtype], device=x.q.device)
+    kb, qg, kg = (new(n, HV, BT, KP) for _ in range(3))
+    Aqk, M = kept if kept is not None else (new(n, HV, BT, BT), new(n, HV, BT, BT))
+    total = new(n, HV, KP, dtype=torch.float32)
+    beta, qs, ks, nq, nk = (new(n, HV, BT, dtype=torch.float32) for _ in range(5))
+    anchors = new(n, HV, max(1, BT // 16), KP, dtype=torch.float32) if c.bounded else total
+    if n:
+        intra_kernel[(n * HV,)](
+            x.q, x.k, x.g, x.beta, x.q if x.A_log is None else x.A_log, x.q if x.dt_bias is None else x.dt_bias,
+            tiles.table, kb, qg, kg, Aqk, M, total, beta, qs, ks, nq, nk, anchors, o,
+            *x.q.stride(), *x.k.stride(), *x.g.stride(), *x.beta.stride(), *o.stride()[1:],
+            p.T, tiles.NT, p.scale, p.lower_bound or 0.0,
+            HV=HV, G_HEADS=HV // p.H, K=p.K, KP=KP, V=p.V, BT=BT, LEVELS=BT.bit_length() - 1,
+            BK=c.intra.block, BV=min(pow2(p.V), 64),
+            GATE=GATES[p.gate], HAS_A=x.A_log is not None, HAS_BIAS=x.dt_bias is not None,
+            SIGMOID=p.beta_sigmoid, DOUBLE=p.neg_eigval, L2NORM=p.l2norm, LATE_NORM=c.late_norm,
+            PACKED=p.packed, BOUNDED=c.bounded, PRODUCTS=kept is None, PRECISION=c.precision, INVERSE=c.inverse,
+            num_warps=c.intra.num_warps, num_stages=c.intra.num_stages,
+        )  # fmt: skip
+    return Prepared(kb, qg, kg, Aqk, M, total, beta, qs, ks, nq, nk, anchors)
+
+
+@dataclass
+class States:
+    """One end of a walk: NONE, TENSOR or POOL of `delta_h`, the states, and the slots' indices or None."""
+
+    mode: int
+    tensor: Tensor
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    indices: Tensor | None = None
+
+    def index_arguments(self, spare: Tensor) -> tuple[Tensor, int]:
+        """The indices and their stride, or a tensor that is not read."""
+        return (spare, 0) if self.indices is None else (self.indices, self.indices.stride(0))
+
+
+def v_first_strides(state: Tensor, v_first: bool) -> tuple[int, ...]:
+    """Strides of a state tensor in the order n, head, V, K."""
+    n, h, a, b = state.stride()
+    return (n, h, a, b) if v_first else (n, h, b, a)
+
+
+def run(p: KDAProblem, x: Operands) -> ForwardResult:
+    """Run the problem."""
+    with torch.no_grad(), torch.cuda.device_of(x.q):
+        return _run(p, x)
+
+
+def kept(p: KDAProblem) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """What a forward under grad saves for the backward: (name, shape, dtype)."""
+    BT = p.chunk_size
+    tiles = -(-p.T // BT) + p.N if p.packed else p.B * -(-p.T // BT)
+    return [(name, (tiles, p.HV, BT, BT), DTYPES[p.dtype]) for name in ("Aqk", "M")]
+
+
+def _run(p: KDAProblem, x: Operands) -> ForwardResult:
+    c = configure(p, x.target)
+    tiles = make_tiles(p, x, c.BT)
+    o = x.out if x.out is not None else torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    prep = prepare(p, x, tiles, c, o)
+    final = None
+    if p.final_state:
+        tail = (p.V, p.K) if p.state_v_first else (p.K, p.V)
+        final = torch.empty(p.N, p.HV, *tail, dtype=torch.float32, device=x.q.device)
+    h = None
+    if p.intermediate_states:
+        tail = (p.V, p.K) if p.state_v_first else (p.K, p.V)
+        chunks = tiles.count if not p.packed else sum(-(-n // c.BT) for n in p.lengths)
+        h = x.q.new_empty(chunks, p.HV, *tail)
+    walk(p, x, tiles, c, prep, o=o, final=final, h=h)
+    if h is not None:
+        h = h.view(p.B, -1, *h.shape[1:])
+    saved = Saved("portable", {"Aqk": prep.Aqk, "M": prep.M}) if p.grad else None
+    return ForwardResult(o, final, h, saved)
+
+
+def walk(
+    p: KDAProblem, x: Operands, tiles: Tiles, c: Config, prep: Prepared, *,
+    o: Tensor | None = None, final: Tensor | None = None, h: Tensor | None = None, e: Tensor | None = None,
+    whole_h: bool = False,
+) -> None:  # fmt: skip
+    """Run `delta_h` over every sequence: fills those of o, final, h and e that are given, and the pool."""
+    q, none = x.q, (0, 0, 0, 0)
+    source, target = entry(p, x), leaving(p, x, final)
+    flag = x.has_initial_state if source.mode == 2 else None
+    ck = x.checkpoints
+    offsets = None if ck is None else x.checkpoint_offsets.to(q.device)
+    read, read_stride = source.index_arguments(q)
+    write, write_stride = target.index_arguments(q)
+    BV = c.walk.block
+    delta_h_kernel[(-(-p.V // BV), p.N * p.HV)](
+        x.v, prep.kb, prep.qg, prep.kg, prep.Aqk, prep.M, prep.total, prep.beta, prep.qs, prep.ks, tiles.sequences,
+        q if o is None else o, q if h is None else h, q if e is None else e, source.tensor, target.tensor, read, write,
+        q if flag is None else flag, q if ck is None else ck, q if ck is None else offsets,
+        *x.v.stride(), *(none if o is None else o.stride()), *source.strides, *target.strides, read_stride,
+        write_stride, 0 if flag is None else flag.stride(0), *(none if ck is None else ck.stride()),
+        0 if ck is None else offsets.stride(0),
+        *(none if h is None else v_first_strides(h, p.state_v_first or whole_h)),
+        source.tensor.shape[0], target.tensor.shape[0], x.null_index, 0 if ck is None else ck.shape[0],
+        p.checkpoint_every or 64, p.T, tiles.NT,
+        HV=p.HV, K=p.K, KP=c.KP, V=p.V, VP=0 if e is None else e.shape[-1], BT=c.BT, BV=BV, PACKED=p.packed,
+        STATE_IN=source.mode, STATE_OUT=target.mode, HAS_READ=source.indices is not None,
+        HAS_WRITE=target.indices is not None, HAS_FLAG=flag is not None, OUTPUT=o is not None, KEEP_H=h is not None,
+        KEEP_E=e is not None, WHOLE_H=whole_h, CHECKPOINTS=ck is not None, PRECISION=c.precision,
+        STAGES=c.walk.num_stages, num_warps=c.walk.num_warps,
+    )  # fmt: skip
+
+
+def entry(p: KDAProblem, x: Operands) -> States:
+    """Where the states come from. Slots that other sequences may write are copied before any is written."""
+    if not p.pool:
+        if x.initial_state is None:
+            return States(0, x.q)
+        return States(1, x.initial_state, v_first_strides(x.initial_state, p.state_v_first))
+    pool = x.state_pool
+    if x.write_indices is None or x.write_indices is x.read_indices:
+        return States(2, pool, pool.stride(), x.read_indices)
+    ids = slot_ids(x.read_indices, p.N, pool.shape[0], x.null_index, pool.device)
+    live = ids >= 0
+    if x.has_initial_state is not None:
+        live = live & x.has_initial_state
+    if pool.shape[0] == 0:
+        return States(0, x.q)
+    states = torch.where(live[:, None, None, None], pool.index_select(0, ids.clamp(min=0)), 0.0)
+    return States(1, states, states.stride())
+
+
+def leaving(p: KDAProblem, x: Operands, final: Tensor | None) -> States:
+    """Where the states go."""
+    if p.pool:
+        indices = x.read_indices if x.write_indices is None else x.write_indices
+        return States(2, x.state_pool, x.state_pool.stride(), indices)
+    if final is not None:
+        return States(1, final, v_first_strides(final, p.state_v_first))
+    return States(0, x.q)
