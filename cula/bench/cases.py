@@ -2,7 +2,8 @@
 
 Names: `B1-T8192-H64`, with grouped value heads `B1-T8192-H16-HV64`, packed `packed6-8192-H64` (six lengths that sum
 to 8192) or `packed8x1024-H96` (eight equal ones), decode `N64-H64`. A decode row that repeats one state instead of
-walking over many ends in `-warm`.
+walking over many ends in `-warm`. A GPU row whose calls are launched one by one, without a CUDA graph, ends in
+`-small`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ OPS = ("kda_prefill", "kda_train", "kda_decode")
 #: How fast states are forgotten; `cula.bench.inputs` has the formulas.
 GATES = ("strong", "mixed", "weak")
 
-DEVICES = ("cpu",)
+DEVICES = ("cpu", "cuda")
 
 #: Bytes of an element, by dtype name.
 ITEM_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -32,7 +33,8 @@ class Case:
     B batch, T tokens (of all sequences where `lengths` packs several into one row), H query/key heads, HV value
     heads (0: as many as H), K and V head dims (V 0: as K). N sequences of a decode row. dtype of q, k, v;
     state_dtype of decode pools. tokens: per sequence and decode step. buffers: how many states a decode run walks
-    over, one call each.
+    over, one call each. states: a prefill reads an initial state and leaves a final one, which counts as moved.
+    graph: a GPU row's calls are timed inside a CUDA graph.
     """
 
     op: str
@@ -49,6 +51,8 @@ class Case:
     dtype: str = "fp32"
     state_dtype: str = "fp32"
     device: str = "cpu"
+    states: bool = False
+    graph: bool = True
 
     @property
     def value_heads(self) -> int:
@@ -93,7 +97,7 @@ class Case:
         if self.decodes:
             return f"N{self.N}-{heads}" + ("-warm" if self.buffers == 1 else "")
         if not self.lengths:
-            return f"B{self.B}-T{self.T}-{heads}"
+            return f"B{self.B}-T{self.T}-{heads}" + ("" if self.graph else "-small")
         n, total = len(self.lengths), sum(self.lengths)
         equal = len(set(self.lengths)) == 1
         return f"packed{n}x{self.lengths[0]}-{heads}" if equal else f"packed{n}-{total}-{heads}"
@@ -109,7 +113,8 @@ class Case:
         """Bytes that one call must move: the numerator of its floor.
 
         Forward: q, k, v, g read, o written. Training adds the backward: q, k, v, g, do read, dq, dk, dv, dg
-        written. Decode: the same as a forward plus every state read and written once. g counts in q's dtype.
+        written. Decode, and a prefill with `states`: the same as a forward plus every state read and written once.
+        g counts in q's dtype.
         """
         keys = self.H * self.K
         values = self.value_heads * self.value_dim
@@ -119,7 +124,7 @@ class Case:
         if self.op == "kda_train":
             elements += (read + values) + (2 * keys + values + gates)
         bytes_ = self.rows * elements * ITEM_BYTES[self.dtype]
-        return bytes_ + (2 * self.state_bytes if self.decodes else 0)
+        return bytes_ + (2 * self.state_bytes if self.decodes or self.states else 0)
 
     @property
     def forward_flop(self) -> int:
@@ -128,11 +133,34 @@ class Case:
         return 2 * self.rows * self.value_heads * (3 * K * V + half_chunk * (3 * K + 2 * V))
 
 
+_PACKED6 = (1300, 547, 2048, 963, 271, 3063)
+_PACKED20 = (
+    19, 3147, 431, 1024, 77, 2048, 512, 800, 333, 1001, 64, 65, 63, 1, 700, 1500, 900, 400, 1200, 2099,
+)  # fmt: skip
+
 CASES: tuple[Case, ...] = (
     Case("kda_prefill", B=1, T=2048, H=4),
     Case("kda_train", B=1, T=2048, H=4),
     Case("kda_decode", N=1, H=32, buffers=DECODE_BUFFERS),
     Case("kda_decode", N=1, H=32),
+    *(
+        Case("kda_prefill", dtype="bf16", device="cuda", states=True, **shape)
+        for shape in (
+            {"B": 1, "T": 8192, "H": 64},
+            {"B": 1, "T": 8192, "H": 96},
+            {"B": 1, "T": 1024, "H": 64},
+            {"B": 2, "T": 8192, "H": 64},
+            {"B": 1, "T": 32768, "H": 32},
+            {"B": 1, "T": 32768, "H": 8},
+            {"B": 1, "T": 131072, "H": 4},
+            {"T": 8192, "H": 64, "lengths": _PACKED6},
+            {"T": 8192, "H": 96, "lengths": (1024,) * 8},
+            {"T": 16384, "H": 64, "lengths": _PACKED20},
+            {"B": 1, "T": 1024, "H": 64, "graph": False},
+        )
+    ),
+    Case("kda_train", B=1, T=8192, H=64, dtype="bf16", device="cuda"),
+    Case("kda_train", B=4, T=4096, H=32, dtype="bf16", device="cuda"),
 )
 
 

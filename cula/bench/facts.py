@@ -16,7 +16,8 @@ from pathlib import Path
 class Facts:
     """cpu: model name. flags: vector instruction sets that torch dispatches to and the CPU has. commit: of the
     checkout that cula was imported from, with "-dirty" where files differ from it, None outside a checkout.
-    peers: peer -> version or None. load: of the minute before the run. run: its start, to the second (UTC)."""
+    peers: peer -> version or None. load: of the minute before the run. run: its start, to the second (UTC).
+    gpu: its name, and triton: its version, of a GPU run."""
 
     device: str
     cpu: str
@@ -30,6 +31,8 @@ class Facts:
     commit: str | None
     run: str
     peers: dict[str, str | None] = field(default_factory=dict)
+    gpu: str | None = None
+    triton: str | None = None
 
     @property
     def date(self) -> str:
@@ -40,15 +43,22 @@ class Facts:
         """The facts as a person reads them."""
         numba = f", numba {self.numba}" if self.numba else ""
         peers = ", ".join(f"{name} {v}" for name, v in self.peers.items() if v) or "none installed"
+        if self.gpu:
+            return [
+                f"{self.gpu}, torch {self.torch}, triton {self.triton or 'none'}, python {self.python}",
+                f"peers: {peers}; cula at {self.commit or 'no commit'}",
+            ]
         return [
             f"{self.cpu}, {self.cores} cores, {self.threads} threads, {self.flags}",
             f"python {self.python}, torch {self.torch}{numba}; peers: {peers}; cula at {self.commit or 'no commit'}",
         ]
 
 
-def collect(device: str, threads: int, peers: dict[str, str | None]) -> Facts:
-    """Look everything up. Imports torch."""
+def collect(device: str, threads: int, peers: dict[str, str | None], checkout: str | None = None) -> Facts:
+    """Look everything up. Imports torch. checkout: its commit, where the files at hand are a copy without git."""
     import torch
+
+    gpu = device == "cuda"
 
     return Facts(
         device=device,
@@ -60,9 +70,11 @@ def collect(device: str, threads: int, peers: dict[str, str | None]) -> Facts:
         torch=str(torch.__version__),
         numba=_installed("numba"),
         load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        commit=commit(),
+        commit=checkout or commit(),
         run=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         peers=peers,
+        gpu=torch.cuda.get_device_name() if gpu else None,
+        triton=_installed("triton") if gpu else None,
     )
 
 

@@ -1,10 +1,10 @@
-"""`cula bench --plot`: the medians of a run as a picture."""
+"""`cula bench --plot`: the medians of a run as a picture: bars on a CPU, time against floor on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cula.bench.records import Record, is_ours, ratio
 from cula.bench.report import number
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 OURS_COLOUR = "#1f4e8c"
 PEER_COLOURS = ("#c8501e", "#7a9a3a", "#8a6fb0", "#b08a2a")
+GATE_MARKERS = {"strong": "o", "mixed": "s", "weak": "^"}
+
+#: Lines of a floor plot, in multiples of the floor.
+MULTIPLES = (1, 2, 4, 8, 16)
 
 
 def bars(records: Sequence[Record], path: Path, title: str) -> None:
@@ -21,20 +25,77 @@ def bars(records: Sequence[Record], path: Path, title: str) -> None:
 
     Rows without a time are left out. ValueError where no row has one. The file appears whole or not at all.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     timed = [r for r in records if r.ms is not None]
     if not timed:
         raise ValueError("no row has a time, so there is nothing to plot")
     panels = list(dict.fromkeys((r.op, r.case) for r in timed))
     colours = _colours(timed)
     counts = [sum((r.op, r.case) == panel for r in timed) for panel in panels]
-    figure = Figure(figsize=(9, 1.0 + 0.55 * len(panels) + 0.3 * sum(counts)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(9, 1.0 + 0.55 * len(panels) + 0.3 * sum(counts))
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[c + 1.5 for c in counts])
     for panel, ax in zip(panels, axes[:, 0]):
         _panel(ax, [r for r in timed if (r.op, r.case) == panel], timed, colours)
+    _save(figure, path, title)
+
+
+def floors(records: Sequence[Record], path: Path, title: str) -> None:
+    """Draw time against floor on logarithmic axes: a panel for each op, a marker for each row.
+
+    Rows without a time or a floor are left out. ValueError where no row has both.
+    """
+    timed = [r for r in records if r.ms is not None and r.floor_ms]
+    if not timed:
+        raise ValueError("no row has a time and a floor, so there is nothing to plot")
+    ops = list(dict.fromkeys(r.op for r in timed))
+    figure = _figure(4 + 5 * len(ops), 6.5)
+    axes = figure.subplots(1, len(ops), squeeze=False)
+    for op, ax in zip(ops, axes[0]):
+        _floor_panel(ax, [r for r in timed if r.op == op], _colours(timed))
+    _save(figure, path, title)
+
+
+def _floor_panel(ax: Axes, rows: Sequence[Record], colours: dict[str, str]) -> None:
+    """One op. Names of cases stand under their lowest marker."""
+    low, high = 0.8 * min(r.floor_ms for r in rows), 1.25 * max(r.floor_ms for r in rows)
+    for times in MULTIPLES:
+        ax.plot(
+            [low, high],
+            [times * low, times * high],
+            color="#999999",
+            linewidth=0.7,
+            linestyle="-" if times == 1 else ":",
+        )
+        ax.text(high, times * high, f" {times}x" if times > 1 else " floor", fontsize=7, va="center", color="#555555")
+    for impl in dict.fromkeys(r.impl for r in rows):
+        for gate, marker in GATE_MARKERS.items():
+            found = [r for r in rows if (r.impl, r.gate) == (impl, gate)]
+            if found:
+                xs, ys = [r.floor_ms for r in found], [r.ms for r in found]
+                ax.scatter(xs, ys, marker=marker, s=30, color=colours[impl], label=f"{impl}, {gate}", alpha=0.85)
+    for case in dict.fromkeys(r.case for r in rows):
+        lowest = min((r for r in rows if r.case == case), key=lambda r: r.ms)
+        place = {"textcoords": "offset points", "xytext": (3, -10), "fontsize": 6.5}
+        ax.annotate(case, (lowest.floor_ms, lowest.ms), **place)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel("floor: bytes that must move at this run's copy rate, ms", fontsize=8)
+    ax.set_ylabel("median, ms", fontsize=8)
+    ax.set_title(rows[0].op, fontsize=9, loc="left")
+    ax.tick_params(labelsize=7.5)
+    ax.grid(alpha=0.25, which="both")
+    ax.legend(fontsize=7)
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=10)
     fresh = path.with_name(path.name + ".tmp.png")
     figure.savefig(fresh)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class Record:
     peak_bytes: of one call, its arguments included; input_bytes: q, k, v, g, beta and the state. error: RMS ratio of
     the output named by `output`, the one closest to (or furthest past) its tolerance; errors: of every output.
     cp: context parallelism (off on a CPU). mechanism: which of an implementation's ways ran ("fused, numba").
-    load: processes that wanted a core when the run began, near 0 on an idle machine.
+    load: processes that wanted a core when the run began, near 0 on an idle machine. method: how a GPU row was
+    timed ("graph", "events" or "loop", see `cula.bench.cuda.clock`). kernels: what the compiler says of the Triton
+    kernels of a call of ours (`cula.bench.cuda.kernels`).
     """
 
     op: str
@@ -71,6 +74,8 @@ class Record:
     commit: str | None = None
     date: str | None = None
     run: str | None = None
+    method: str | None = None
+    kernels: list[dict[str, Any]] | None = None
 
     @property
     def group(self) -> tuple[str, str, str]:
@@ -87,16 +92,42 @@ class Record:
 OURS = ("eager", "portable", "sm90", "sm100")
 
 
+#: Gates that cost a peer the same: its row of one of them stands for all. FLA's work does not depend on the gate's
+#: values at all, cuDNN's is the same for every gate that remembers.
+SAME_WORK: dict[str, tuple[tuple[str, ...], ...]] = {
+    "fla": (("strong", "mixed", "weak"),),
+    "cudnn": (("mixed", "weak"),),
+}
+
+
+def stand_ins(impl: str, gate: str) -> tuple[str, ...]:
+    """The gates, `gate` first, whose row of `impl` is a measurement of `gate` too."""
+    same = next((gates for gates in SAME_WORK.get(impl, ()) if gate in gates), ())
+    return (gate, *(other for other in same if other != gate))
+
+
 def is_ours(record: Record) -> bool:
     """Whether the row is an implementation of this library."""
     return record.impl in OURS
 
 
 def ratio(ours: Record, peer: Record) -> float | None:
-    """How many times the peer's speed ours has; None unless both have a time of the same run and row."""
-    if ours.ms is None or peer.ms is None or ours.group != peer.group or ours.run != peer.run:
+    """How many times the peer's speed ours has; None unless both have a time of the same run and row.
+
+    The peer's gate may be one that stands for ours (`SAME_WORK`).
+    """
+    if ours.ms is None or peer.ms is None or ours.run != peer.run:
+        return None
+    if ours.group[:2] != peer.group[:2] or peer.gate not in stand_ins(peer.impl, ours.gate):
         return None
     return peer.ms / ours.ms
+
+
+def counterpart(ours: Record, records: Iterable[Record], impl: str) -> Record | None:
+    """The row of the peer `impl` to compare `ours` with: of its run, op and case, and of its gate if there is one."""
+    rows = [r for r in records if r.impl == impl and r.run == ours.run and r.group[:2] == ours.group[:2]]
+    gates = stand_ins(impl, ours.gate)
+    return min((r for r in rows if r.gate in gates), key=lambda r: gates.index(r.gate), default=None)
 
 
 def append(path: Path, records: Iterable[Record]) -> None:

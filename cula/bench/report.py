@@ -27,9 +27,14 @@ LESSER = ("least", "by least", "x floor", "peak MB")
 
 
 def verdicts(records: Sequence[Record]) -> list[tuple[Record, str, float, float, bool]]:
-    """(row, what, measured, bar, met) for every bar that these records can answer; what: "speed" or "memory"."""
+    """(row, what, measured, bar, met) for every bar that these records can answer; what: "speed" or "memory".
+
+    The bars are those of a CPU.
+    """
     found = []
     for record in records:
+        if record.device != "cpu":
+            continue
         if is_ours(record):
             most, held = memory_bar(record.op), record.peak_ratio
             if most is not None and held is not None:

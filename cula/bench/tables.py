@@ -1,8 +1,8 @@
 """The tables of docs/benchmarks.md, made from the result files: `python -m cula.bench.tables [--check]`.
 
-The document has one region per device, between `<!-- results: cpu -->` and `<!-- end of results -->`. What stands
-there is replaced by tables of the newest run of every row; `--check` only says whether the document is up to date
-(exit code 1 where it is not).
+The document has one region per device, between `<!-- results: cpu -->` (or `cuda`) and `<!-- end of results -->`. What
+stands there is replaced by tables of the newest run of every row; `--check` only says whether the document is up to
+date (exit code 1 where it is not). `--plot FILE.png` draws the GPU rows of all files instead, time against floor.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cula.bench.cuda.report import render as gpu_tables
 from cula.bench.records import Record, is_ours, newest, ratio, read
 from cula.bench.report import label, number, verdicts, word
 
@@ -27,13 +28,15 @@ RULE = "|---|---|---|---|---|---|---|---|---|"
 
 
 def load(folder: Path = RESULTS) -> list[Record]:
-    """The newest run of every row in the folder's result files, in the files' order."""
-    return newest(record for path in sorted(folder.glob("*.jsonl")) for record in read(path))
+    """Every row of every run in the folder's result files, in the files' order."""
+    return [record for path in sorted(folder.glob("*.jsonl")) for record in read(path)]
 
 
 def render(records: Sequence[Record], device: str) -> str:
-    """Markdown for the rows of one device; one sentence where there is none."""
-    chosen = [r for r in records if r.device == device]
+    """Markdown for the newest run of every row of one device; one sentence where there is none."""
+    if device == "cuda":
+        return gpu_tables([r for r in records if r.device == device])
+    chosen = newest(r for r in records if r.device == device)
     if not chosen:
         return "\nNo result file yet.\n\n"
     machines = list(dict.fromkeys((r.cpu, r.gpu) for r in chosen))
@@ -100,13 +103,30 @@ def updated(text: str, records: Sequence[Record]) -> str:
     return _REGION.sub(lambda found: found[1] + render(records, found[2]) + found[3], text)
 
 
+def draw(records: Sequence[Record], path: Path) -> int:
+    """Draw the newest run of every GPU row; 1 where there is none."""
+    from cula.bench.plot import floors
+
+    rows = [r for r in newest(records) if r.device == "cuda"]
+    try:
+        floors(rows, path, ", ".join(dict.fromkeys(r.gpu or "a GPU" for r in rows)))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{path}: drawn")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the document, or with --check compare it; 0 where it matches (or was written), else 1."""
     parser = argparse.ArgumentParser(prog="python -m cula.bench.tables", description=main.__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, say whether the tables match")
     parser.add_argument("--document", type=Path, default=DOCUMENT)
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the GPU rows and leave the document alone")
     options = parser.parse_args(argv)
+    if options.plot:
+        return draw(load(options.results), options.plot)
     before = options.document.read_text(encoding="utf-8")
     after = updated(before, load(options.results))
     if before == after:
