@@ -39,7 +39,7 @@ fuzz: ## run the property tests with many more examples
 	@bash tools/venv.sh test
 	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest -q -n $(JOBS) -m "hypothesis and not gpu" $(ARGS)
 
-bench: ## time the implementations this machine can run
+bench: ## time the implementations this machine can run (a GPU: ARGS="--device cuda")
 	@bash tools/venv.sh demo,cpu
 	$(PY) -m cula bench $(ARGS)
 

@@ -20,7 +20,7 @@ class Record:
     ms median, ms_least and ms_most over `rounds` samples of `calls` calls each. floor_ms: bytes that must move at
     the run's copy rate (None for a row that works in cache). ceiling_ms: the forward's arithmetic at the run's
     matmul rate. limit_ms: decode, the states multiplied by one in place, same run. fraction_of_copy = floor_ms / ms.
-    peak_bytes: of one call, its arguments included; input_bytes: q, k, v, g, beta and the state. error: RMS ratio of
+    peak_bytes: of one call, its arguments included on a CPU alone; input_bytes: q, k, v, g, beta and the state. error: RMS ratio of
     the output named by `output`, the one closest to (or furthest past) its tolerance; errors: of every output.
     cp: context parallelism (off on a CPU). mechanism: which of an implementation's ways ran ("fused, numba").
     load: processes that wanted a core when the run began, near 0 on an idle machine. method: how a GPU row was
