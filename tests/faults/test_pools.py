@@ -154,9 +154,10 @@ def test_fault_70_a_chunked_prefill_is_the_one_shot_prefill(on_prefill, dtype: s
     """Cut at a multiple of the chunk: the same bits. Cut anywhere: within the tolerance of a split."""
     p = make(CASE.replace(B=2, T=200, dtype=dtype, gate="zero", beta="one"))
     whole, index = fresh_pool(p)
-    expected = serve("kda_prefill", p, state_pool=whole, read_indices=index, cp_mode=False)
+    options = {"read_indices": index, "cp_mode": False, "implementation": on_prefill.name}
+    expected = serve("kda_prefill", p, state_pool=whole, **options)
     pool, _ = fresh_pool(p)
-    options = {"state_pool": pool, "read_indices": index, "cp_mode": False, "implementation": on_prefill.name}
+    options["state_pool"] = pool
     out = torch.cat([serve("kda_prefill", part, **options) for part in (p.tokens(0, cut), p.tokens(cut, 200))], 1)
     limit = tolerance("split", p.q.dtype)
     assert relative_error(out, expected.double()) <= limit

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from cula.ops.kda.chunk.portable.bwd_dA import bwd_dA_kernel
+from cula.ops.kda.chunk.portable.bwd_dA import MASKS, bwd_dA_kernel
 from cula.ops.kda.chunk.portable.bwd_dhu import bwd_dhu_kernel
-from cula.ops.kda.chunk.portable.bwd_dqk import bwd_dqk_kernel
+from cula.ops.kda.chunk.portable.bwd_dk import bwd_dk_kernel
+from cula.ops.kda.chunk.portable.bwd_dq import bwd_dq_kernel
 from cula.ops.kda.chunk.portable.config import Config, configure
 from cula.ops.kda.chunk.portable.forward import (
     DTYPES,
@@ -37,7 +38,7 @@ def _run(p: KDAProblem, x: Operands, saved: Saved | None, do: Tensor, dht: Tenso
     kept = None
     if saved is not None and saved.writer == "portable":
         kept = (saved.tensors["Aqk"], saved.tensors["M"])
-    prep = prepare(p, x, tiles, c, out.v, kept)
+    prep = prepare(p, x, tiles, c, out.v, kept, keep_G=True)
     VP = -(-p.V // c.walk.block) * c.walk.block
     new = DTYPES[c.dtype]
     h, dh = (torch.empty(tiles.count, p.HV, VP, c.KP, dtype=new, device=do.device) for _ in range(2))
@@ -71,7 +72,7 @@ def gradients(
     p: KDAProblem, x: Operands, tiles: Tiles, c: Config, prep: Prepared, do: Tensor, walked: tuple[Tensor, ...],
     out: Gradients,
 ) -> None:  # fmt: skip
-    """Run `bwd_dA`, `bwd_dqk` and the sums over value heads and tiles: fills `out`."""
+    """Run `bwd_dA`, `bwd_dq`, `bwd_dk` and the sums over value heads and tiles: fills `out`."""
     G = p.HV // p.H
     dq, dk = out.q, out.k
     if G > 1:
@@ -81,21 +82,32 @@ def gradients(
     if tiles.count:
         h, dh, e, y = walked
         VP, BT = h.shape[2], c.BT
-        pairs = [torch.empty(tiles.count, p.HV, BT, BT, dtype=h.dtype, device=do.device) for _ in range(3)]
-        bwd_dA_kernel[(tiles.count * p.HV,)](
-            do, e, y, x.beta, prep.beta, prep.nq, prep.nk, tiles.table, out.v, out.beta, *pairs,
+        BV, grid = min(c.walk.block, 64), (tiles.count * p.HV,)
+        Dq, DqT, Dk = (torch.empty(tiles.count, p.HV, BT, BT, dtype=h.dtype, device=do.device) for _ in range(3))
+        masks = torch.empty(MASKS, BT, BT, dtype=h.dtype, device=do.device)
+        bwd_dA_kernel[grid](
+            do, e, y, x.beta, prep.beta, prep.nq, prep.nk, tiles.table, out.v, out.beta, Dq, DqT, Dk, masks,
             *do.stride(), *x.beta.stride(), p.T, tiles.NT,
-            HV=p.HV, V=p.V, VP=VP, BT=BT, BV=min(64, VP), SIGMOID=p.beta_sigmoid, DOUBLE=p.neg_eigval,
+            HV=p.HV, V=p.V, VP=VP, BT=BT, BV=BV, SIGMOID=p.beta_sigmoid, DOUBLE=p.neg_eigval,
             PACKED=p.packed, PRECISION=c.precision, num_warps=4, num_stages=1,
         )  # fmt: skip
-        bwd_dqk_kernel[(tiles.count * p.HV,)](
-            x.q, x.k, x.g, x.q if x.A_log is None else x.A_log, x.q if x.dt_bias is None else x.dt_bias, do,
-            tiles.table, prep.beta, prep.nq, prep.nk, prep.anchors, *walked, *pairs, dq, dk, out.g, dA, dbias,
-            *x.q.stride(), *x.k.stride(), *x.g.stride(), *do.stride(), p.T, tiles.NT, p.lower_bound or 0.0,
-            HV=p.HV, G_HEADS=G, K=p.K, KP=c.KP, V=p.V, VP=VP, BT=BT, LEVELS=BT.bit_length() - 1,
-            BK=c.gradients.block, BV=min(64, VP), GATE=GATES[p.gate], HAS_A=x.A_log is not None,
-            HAS_BIAS=x.dt_bias is not None, L2NORM=p.l2norm, PACKED=p.packed, BOUNDED=c.bounded,
-            PRECISION=c.precision, num_warps=c.gradients.num_warps, num_stages=c.gradients.num_stages,
+        flags = {
+            "HV": p.HV, "G_HEADS": G, "K": p.K, "KP": c.KP, "VP": VP, "BT": BT, "LEVELS": BT.bit_length() - 1,
+            "BK": c.gradients.block, "BV": BV, "GATE": GATES[p.gate], "HAS_A": x.A_log is not None,
+            "HAS_BIAS": x.dt_bias is not None, "L2NORM": p.l2norm, "PACKED": p.packed, "BOUNDED": c.bounded,
+            "PRECISION": c.precision, "num_warps": c.gradients.num_warps, "num_stages": c.gradients.num_stages,
+        }  # fmt: skip
+        inputs = (x.q, x.k, x.g, x.q if x.A_log is None else x.A_log, x.q if x.dt_bias is None else x.dt_bias)
+        strides = (*x.q.stride(), *x.k.stride(), *x.g.stride())
+        ends = (p.T, tiles.NT, p.lower_bound or 0.0)
+        dG = torch.empty_like(prep.G)
+        bwd_dq_kernel[grid](
+            *inputs, do, tiles.table, prep.nq, prep.anchors, prep.G, h, Dq, masks, dq, dG, *strides, *do.stride(),
+            *ends, V=p.V, **flags,
+        )  # fmt: skip
+        bwd_dk_kernel[grid](
+            *inputs, tiles.table, prep.nk, prep.anchors, prep.G, h, dh, e, y, Dk, DqT, masks, dG, dk, out.g, dA,
+            dbias, *strides, *ends, **flags,
         )  # fmt: skip
     if G > 1:
         out.q.copy_(dq.view(p.B, p.T, p.H, G, p.K).sum(3))

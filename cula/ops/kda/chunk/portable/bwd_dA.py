@@ -4,8 +4,9 @@ From do and the walks' e and y, with v_new = beta e:
 
     dv = beta y    dbeta = <e, y>    dAqk = tril(do v_new^T)    dAkk = -stril(dv v_new^T)
 
-It writes what `bwd_dqk` multiplies by, the norms' factors included: Dq = dAqk nq nk, its transpose, and
-Dk = (dAkk nk nk) + its transpose.
+It writes what `bwd_dq` and `bwd_dk` multiply by, the norms' factors included: Dq = dAqk nq nk, its transpose, and
+Dk = (dAkk nk nk) + its transpose; e and y become v_new and -dv. The first program also writes the masks of the
+pairs, as numbers: there they are loaded, which costs no registers.
 """
 
 from __future__ import annotations
@@ -16,10 +17,27 @@ import triton.language as tl
 from cula.ops.kda.chunk.portable.gate import sigmoid
 from cula.ops.kda.chunk.portable.tiles import find_tile
 
+#: Masks `[MASKS, BT, BT]`: 0-5 the pairs parted at that level, 6 blocks of 16 rows, 7 and 8 below and above diagonals.
+MASKS = 9
+
+
+@triton.jit
+def write_masks(masks, BT: tl.constexpr):
+    """Fill the table of masks with 1 and 0."""
+    i = tl.arange(0, BT)[:, None]
+    j = tl.arange(0, BT)[None, :]
+    block = i // 16 == j // 16
+    for level in range(0, 6):
+        pairs = ((i ^ j) >> level) == 1
+        tl.store(masks + level * BT * BT + i * BT + j, pairs.to(masks.dtype.element_ty))
+    tl.store(masks + 6 * BT * BT + i * BT + j, block.to(masks.dtype.element_ty))
+    tl.store(masks + 7 * BT * BT + i * BT + j, (block & (i > j)).to(masks.dtype.element_ty))
+    tl.store(masks + 8 * BT * BT + i * BT + j, (block & (i < j)).to(masks.dtype.element_ty))
+
 
 @triton.jit(do_not_specialize=["T", "NT", "sbb"])
 def bwd_dA_kernel(
-    do, e, y, beta, beta_in, nq, nk, table, dv, dbeta, Dq, DqT, Dk,
+    do, e, y, beta, beta_in, nq, nk, table, dv, dbeta, Dq, DqT, Dk, masks,
     sdb, sdt, sdh, sdv, sbb, sbt, sbh, T, NT,
     HV: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -28,6 +46,8 @@ def bwd_dA_kernel(
     pid = tl.program_id(0).to(tl.int64)
     hv = (pid % HV).to(tl.int32)
     batch, first, count, owner = find_tile(table, (pid // HV).to(tl.int32), T, NT, BT, PACKED)
+    if tl.program_id(0) == 0:
+        write_masks(masks, BT)
     r = tl.arange(0, BT)
     i = r[:, None]
     j = r[None, :]
@@ -63,8 +83,11 @@ def bwd_dA_kernel(
         by = tl.load(y + i * VP + vv[None, :]).to(tl.float32)
         db += tl.sum(be * by, 1)
         by *= bb[:, None]
+        be *= bb[:, None]
+        tl.store(e + i * VP + vv[None, :], be.to(dt))
+        tl.store(y + i * VP + vv[None, :], (-by).to(dt))
         tl.store(dv + out_v + vv[None, :], by.to(dv.dtype.element_ty), mask=some)
-        new = tl.trans((be * bb[:, None]).to(dt))
+        new = tl.trans(be.to(dt))
         Pq = tl.dot(bo, new, Pq, input_precision=PRECISION)
         Pk = tl.dot(by.to(dt), new, Pk, input_precision=PRECISION)
     if SIGMOID:

@@ -42,8 +42,15 @@ def pow2(n: int, least: int = 16) -> int:
 
 
 def rows_per_chunk(p: KDAProblem) -> int:
-    """Tokens of a chunk: the call's, or fewer where checkpoints lie between."""
-    return min(p.chunk_size, p.checkpoint_every & -p.checkpoint_every) if p.checkpoint_every else p.chunk_size
+    """Tokens of a chunk: what the call says, or fewer where checkpoints lie between or where K is small.
+
+    More tokens than key channels make the keys of a chunk dependent, and 16-bit roundings grow: with K = 16, no decay
+    and beta = 1 the error of o is 6.5e-3 at 64 tokens, 4.4e-3 at 16.
+    """
+    if p.intermediate_states:
+        return p.chunk_size
+    rows = min(p.chunk_size, pow2(p.K))
+    return min(rows, p.checkpoint_every & -p.checkpoint_every) if p.checkpoint_every else rows
 
 
 def configure(p: KDAProblem, t: Target, *, backward: bool = False) -> Config:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from cula.ops.kda.chunk.portable.config import Config, configure, pow2
+from cula.ops.kda.chunk.portable.config import Config, configure, pow2, rows_per_chunk
 from cula.ops.kda.chunk.portable.delta_h import delta_h_kernel
 from cula.ops.kda.chunk.portable.intra import intra_kernel
 from cula.ops.kda.chunk.portable.tiles import BLOCK_N, BLOCK_TILES, tiles_kernel
@@ -65,10 +65,17 @@ class Prepared:
     nq: Tensor
     nk: Tensor
     anchors: Tensor
+    G: Tensor | None = None
 
 
 def prepare(
-    p: KDAProblem, x: Operands, tiles: Tiles, c: Config, o: Tensor, kept: tuple[Tensor, Tensor] | None = None
+    p: KDAProblem,
+    x: Operands,
+    tiles: Tiles,
+    c: Config,
+    o: Tensor,
+    kept: tuple[Tensor, Tensor] | None = None,
+    keep_G: bool = False,
 ) -> Prepared:
     """Run `intra`; `kept` are the Aqk and M of an earlier run."""
     n, HV, BT, KP = tiles.count, p.HV, c.BT, c.KP
@@ -78,20 +85,21 @@ def prepare(
     total = new(n, HV, KP, dtype=torch.float32)
     beta, qs, ks, nq, nk = (new(n, HV, BT, dtype=torch.float32) for _ in range(5))
     anchors = new(n, HV, max(1, BT // 16), KP, dtype=torch.float32) if c.bounded else total
+    G = new(n, HV, BT, KP, dtype=torch.float32) if keep_G else None
     if n:
         intra_kernel[(n * HV,)](
             x.q, x.k, x.g, x.beta, x.q if x.A_log is None else x.A_log, x.q if x.dt_bias is None else x.dt_bias,
-            tiles.table, kb, qg, kg, Aqk, M, total, beta, qs, ks, nq, nk, anchors, o,
+            tiles.table, kb, qg, kg, Aqk, M, total, beta, qs, ks, nq, nk, anchors, total if G is None else G, o,
             *x.q.stride(), *x.k.stride(), *x.g.stride(), *x.beta.stride(), *o.stride()[1:],
             p.T, tiles.NT, p.scale, p.lower_bound or 0.0,
             HV=HV, G_HEADS=HV // p.H, K=p.K, KP=KP, V=p.V, BT=BT, LEVELS=BT.bit_length() - 1,
             BK=c.intra.block, BV=min(pow2(p.V), 64),
             GATE=GATES[p.gate], HAS_A=x.A_log is not None, HAS_BIAS=x.dt_bias is not None,
             SIGMOID=p.beta_sigmoid, DOUBLE=p.neg_eigval, L2NORM=p.l2norm, LATE_NORM=c.late_norm,
-            PACKED=p.packed, BOUNDED=c.bounded, PRODUCTS=kept is None, PRECISION=c.precision, INVERSE=c.inverse,
-            num_warps=c.intra.num_warps, num_stages=c.intra.num_stages,
+            PACKED=p.packed, BOUNDED=c.bounded, PRODUCTS=kept is None, KEEP_G=keep_G, PRECISION=c.precision,
+            INVERSE=c.inverse, num_warps=c.intra.num_warps, num_stages=c.intra.num_stages,
         )  # fmt: skip
-    return Prepared(kb, qg, kg, Aqk, M, total, beta, qs, ks, nq, nk, anchors)
+    return Prepared(kb, qg, kg, Aqk, M, total, beta, qs, ks, nq, nk, anchors, G)
 
 
 @dataclass
@@ -122,7 +130,7 @@ def run(p: KDAProblem, x: Operands) -> ForwardResult:
 
 def kept(p: KDAProblem) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """What a forward under grad saves for the backward: (name, shape, dtype)."""
-    BT = p.chunk_size
+    BT = rows_per_chunk(p)
     tiles = -(-p.T // BT) + p.N if p.packed else p.B * -(-p.T // BT)
     return [(name, (tiles, p.HV, BT, BT), DTYPES[p.dtype]) for name in ("Aqk", "M")]
 

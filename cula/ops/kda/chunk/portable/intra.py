@@ -31,6 +31,17 @@ SHIFT = tl.constexpr(57.0)
 
 
 @triton.jit
+def base2_slice(
+    g, dt_bias, kk, keep, a, lower_bound, K: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr
+):  # fmt: skip
+    """The base-2 gate of a slice of K; g: pointers."""
+    x = tl.load(g, mask=keep, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(dt_bias + kk, mask=kk < K, other=0.0).to(tl.float32)[None, :]
+    return tl.where(keep, base2_gate(x, a, lower_bound, GATE), 0.0)
+
+
+@triton.jit
 def running_sum(x, BT: tl.constexpr, EXACT: tl.constexpr):
     """Inclusive sums down the rows; unless EXACT by a product, on x as a sum of two fp16 numbers."""
     if EXACT:
@@ -64,10 +75,10 @@ def to_midpoint(
         between = ((j >= middle) & (j <= r)) | ((j < middle) & (j > r))
         return tl.dot(tl.where(between, 1.0, 0.0), x, input_precision="tf32x3")
     if BOUNDED:
-        middle = tl.zeros_like(G) + tl.load(anchors + ((1 << (level - 4)) - 1) * KP)[None, :]
-        for pair in range(1, BT >> (level + 1)):
-            later = tl.load(anchors + ((pair << (level - 3)) + (1 << (level - 4)) - 1) * KP)[None, :]
-            middle = tl.where(r >> (level + 1) == pair, later, middle)
+        first = (1 << (level - 4)) - 1  # with chunks of 64 rows there are at most two blocks of 32 or more
+        second = tl.minimum(first + (1 << (level - 3)), BT // 16 - 1)
+        middle = tl.load(anchors + first * KP)[None, :]
+        middle = tl.where(r >> (level + 1) == 0, middle, tl.load(anchors + second * KP)[None, :])
         return -tl.abs(G - middle)
     row = ((r >> (level + 1)) << (level + 1)) + (1 << level) - 1
     return -tl.abs(G - tl.gather(G, tl.broadcast_to(row, (BT, BK)), 0))
@@ -89,17 +100,42 @@ def parted_by(i, j, level):
 
 
 @triton.jit
+def load_rows(x, keep, norm, NORM: tl.constexpr):
+    """Rows of q or k in fp32 from pointers, times their norm where NORM."""
+    x = tl.load(x, mask=keep, other=0.0).to(tl.float32)
+    if NORM:
+        x *= norm[:, None]
+    return x
+
+
+@triton.jit
 def add_pairs(
-    Pq, Pk, q, k, x, G, anchors, level, KP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, dt: tl.constexpr,
-    BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    Pq, Pk, q, k, keep, q_norm, k_norm, x, G, anchors, level, KP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
+    dt: tl.constexpr, NORM: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Pq, Pk with the products of the pairs that the middle of a block of 2s rows parts."""
+    """Pq, Pk with the products of the pairs that the middle of a block of 2s rows parts. q, k: pointers."""
     F = exp2(to_midpoint(x, G, anchors, level, KP, BT, BK, dt == tl.float32, BOUNDED))
-    rows = (k * F).to(dt)
+    rows = (load_rows(k, keep, k_norm, NORM) * F).to(dt)
     cols = tl.trans(rows)
     pairs = parted_by(tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :], level)
-    Pq += tl.where(pairs, tl.dot((q * F).to(dt), cols, input_precision=PRECISION), 0.0)
     Pk += tl.where(pairs, tl.dot(rows, cols, input_precision=PRECISION), 0.0)
+    rows = (load_rows(q, keep, q_norm, NORM) * F).to(dt)
+    Pq += tl.where(pairs, tl.dot(rows, cols, input_precision=PRECISION), 0.0)
+    return Pq, Pk
+
+
+@triton.jit
+def add_blocks(
+    Pq, Pk, q, k, keep, q_norm, k_norm, G, anchors, KP: tl.constexpr, BT: tl.constexpr, dt: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """Pq, Pk with the products of the pairs inside blocks of 16 rows. q, k: pointers."""
+    inside = G - before_block(G, anchors, KP, BT)
+    cols = tl.trans((load_rows(k, keep, k_norm, NORM) * exp2(-inside - SHIFT)).to(dt))
+    near = exp2(inside + SHIFT)
+    block = tl.arange(0, BT)[:, None] // 16 == tl.arange(0, BT)[None, :] // 16
+    Pk += tl.where(block, tl.dot((load_rows(k, keep, k_norm, NORM) * near).to(dt), cols), 0.0)
+    Pq += tl.where(block, tl.dot((load_rows(q, keep, q_norm, NORM) * near).to(dt), cols), 0.0)
     return Pq, Pk
 
 
@@ -135,16 +171,16 @@ def delta_inverse(P, b, BT: tl.constexpr, LEVELS: tl.constexpr, INVERSE: tl.cons
 @triton.jit(do_not_specialize=["T", "NT", "sbb"])
 def intra_kernel(
     q, k, g, beta, A_log, dt_bias, table,
-    kb, qg, kg, Aqk, M, total, beta_out, qs, ks, nq, nk, anchors, o,
+    kb, qg, kg, Aqk, M, total, beta_out, qs, ks, nq, nk, anchors, G_out, o,
     sqb, sqt, sqh, sqk, skb, skt, skh, skk, sgb, sgt, sgh, sgk, sbb, sbt, sbh, sot, soh, sov,
     T, NT, scale, lower_bound,
     HV: tl.constexpr, G_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr, L2NORM: tl.constexpr,
-    LATE_NORM: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, PRODUCTS: tl.constexpr, PRECISION: tl.constexpr,
-    INVERSE: tl.constexpr,
+    LATE_NORM: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, PRODUCTS: tl.constexpr,
+    KEEP_G: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """See the module; PRODUCTS False leaves out Aqk and M, for a backward that kept them."""
+    """See the module; PRODUCTS False leaves out Aqk and M; KEEP_G stores G."""
     pid = tl.program_id(0).to(tl.int64)
     hv = (pid % HV).to(tl.int32)
     batch, first, count, owner = find_tile(table, (pid // HV).to(tl.int32), T, NT, BT, PACKED)
@@ -175,9 +211,10 @@ def intra_kernel(
     a = 1.0
     if HAS_A:
         a = exp2(tl.load(A_log + hv).to(tl.float32) * 1.4426950408889634)
+    EARLY_NORM: tl.constexpr = L2NORM and not LATE_NORM
     q_square = tl.zeros((BT,), tl.float32)
     k_square = tl.zeros((BT,), tl.float32)
-    if L2NORM and not LATE_NORM:
+    if EARLY_NORM:
         for k0 in range(0, KP, BK):
             kk = k0 + tl.arange(0, BK)
             keep = live[:, None]
@@ -187,6 +224,8 @@ def intra_kernel(
             bk = tl.load(k + r[:, None] * skt + kk[None, :] * skk, mask=keep, other=0.0).to(tl.float32)
             q_square += tl.sum(bq * bq, 1)
             k_square += tl.sum(bk * bk, 1)
+    q_norm = tl.rsqrt(q_square + EPS)
+    k_norm = tl.rsqrt(k_square + EPS)
     dt = kb.dtype.element_ty
     i = r[:, None]
     j = r[None, :]
@@ -197,18 +236,10 @@ def intra_kernel(
         keep = live[:, None]
         if K != KP:
             keep = keep & (kk < K)[None, :]
-        bq = tl.load(q + r[:, None] * sqt + kk[None, :] * sqk, mask=keep, other=0.0).to(tl.float32)
-        bk = tl.load(k + r[:, None] * skt + kk[None, :] * skk, mask=keep, other=0.0).to(tl.float32)
-        if LATE_NORM:
-            q_square += tl.sum(bq * bq, 1)
-            k_square += tl.sum(bk * bk, 1)
-        elif L2NORM:
-            bq *= tl.rsqrt(q_square + EPS)[:, None]
-            bk *= tl.rsqrt(k_square + EPS)[:, None]
-        x = tl.load(g + r[:, None] * sgt + kk[None, :] * sgk, mask=keep, other=0.0).to(tl.float32)
-        if HAS_BIAS:
-            x += tl.load(dt_bias + hv * K + kk, mask=kk < K, other=0.0).to(tl.float32)[None, :]
-        x = tl.where(keep, base2_gate(x, a, lower_bound, GATE), 0.0)
+        q_at = q + (i * sqt + kk[None, :] * sqk)
+        k_at = k + (i * skt + kk[None, :] * skk)
+        g_at = g + (i * sgt + kk[None, :] * sgk)
+        x = base2_slice(g_at, dt_bias + hv * K, kk, keep, a, lower_bound, K, GATE, HAS_BIAS)
         G = running_sum(x, BT, dt == tl.float32)
         anchor = anchors + kk
         if BOUNDED:
@@ -218,27 +249,30 @@ def intra_kernel(
         else:
             last = tl.sum(x, 0)
         at = i * KP + kk[None, :]
+        if KEEP_G:
+            tl.store(G_out + pid * BT * KP + at, G)
         E = exp2(G)
+        bq = load_rows(q_at, keep, q_norm, EARLY_NORM)
+        if LATE_NORM:
+            q_square += tl.sum(bq * bq, 1)
         tl.store(qg + at, (bq * E).to(dt))
+        bk = load_rows(k_at, keep, k_norm, EARLY_NORM)
+        if LATE_NORM:
+            k_square += tl.sum(bk * bk, 1)
         tl.store(kb + at, (bk * E).to(dt))
         tl.store(kg + at, (bk * exp2(to_end(x, G, last, BT, dt == tl.float32))).to(dt))
         tl.store(total + pid * KP + kk, exp2(last))
         if PRODUCTS:
+            tl.debug_barrier()
             if BOUNDED:
-                inside = G - before_block(G, anchor, KP, BT)
-                near = exp2(inside + SHIFT)
-                cols = tl.trans((bk * exp2(-inside - SHIFT)).to(dt))
-                block = i // 16 == j // 16
-                Pq += tl.where(block, tl.dot((bq * near).to(dt), cols, input_precision=PRECISION), 0.0)
-                Pk += tl.where(block, tl.dot((bk * near).to(dt), cols, input_precision=PRECISION), 0.0)
+                Pq, Pk = add_blocks(Pq, Pk, q_at, k_at, keep, q_norm, k_norm, G, anchor, KP, BT, dt, EARLY_NORM)
             else:
                 Pq += tl.where(i == j, tl.sum(bq * bk, 1)[:, None], 0.0)
-            if BOUNDED:
-                for level in tl.static_range(4, LEVELS):
-                    Pq, Pk = add_pairs(Pq, Pk, bq, bk, x, G, anchor, level, KP, BT, BK, dt, BOUNDED, PRECISION)
-            else:
-                for level in range(0, LEVELS):
-                    Pq, Pk = add_pairs(Pq, Pk, bq, bk, x, G, anchor, level, KP, BT, BK, dt, BOUNDED, PRECISION)
+            for level in range(4 if BOUNDED else 0, LEVELS):
+                Pq, Pk = add_pairs(
+                    Pq, Pk, q_at, k_at, keep, q_norm, k_norm, x, G, anchor, level, KP, BT, BK, dt, EARLY_NORM,
+                    BOUNDED, PRECISION,
+                )  # fmt: skip
     if L2NORM:
         q_norm = tl.rsqrt(q_square + EPS)
         k_norm = tl.rsqrt(k_square + EPS)
