@@ -20,8 +20,9 @@ class Record:
     ms median, ms_least and ms_most over `rounds` samples of `calls` calls each. floor_ms: bytes that must move at
     the run's copy rate (None for a row that works in cache). ceiling_ms: the forward's arithmetic at the run's
     matmul rate. limit_ms: decode, the states multiplied by one in place, same run. fraction_of_copy = floor_ms / ms.
-    peak_bytes: of one call, its arguments included on a CPU alone; input_bytes: q, k, v, g, beta and the state. error: RMS ratio of
-    the output named by `output`, the one closest to (or furthest past) its tolerance; errors: of every output.
+    peak_bytes: of one call, on a CPU its arguments included, on a GPU not; input_bytes: q, k, v, g, beta and the
+    state. error: RMS ratio of the output named by `output`, the one closest to (or furthest past) its tolerance;
+    errors: of every output.
     cp: context parallelism (off on a CPU). mechanism: which of an implementation's ways ran ("fused, numba").
     load: processes that wanted a core when the run began, near 0 on an idle machine. method: how a GPU row was
     timed ("graph", "events" or "loop", see `cula.bench.cuda.clock`). kernels: what the compiler says of the Triton
@@ -88,8 +89,8 @@ class Record:
         return self.peak_bytes / self.input_bytes if self.peak_bytes and self.input_bytes else None
 
 
-#: Implementations of ours; every other name is a peer.
-OURS = ("eager", "portable", "sm90", "sm100")
+#: Implementations of ours, and `cula` for a call that none of them took; every other name is a peer.
+OURS = ("eager", "portable", "sm90", "sm100", "cula")
 
 
 #: Gates that cost a peer the same: its row of one of them stands for all. FLA's work does not depend on the gate's

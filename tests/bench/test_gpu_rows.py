@@ -267,6 +267,25 @@ def test_a_peer_is_timed_once_for_the_gates_it_does_not_tell_apart(
     assert read(path) == found
 
 
+def test_a_row_that_cannot_be_run_is_shown_and_the_next_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Small(Machine):
+        def buffers(self, case: Case, gate: str) -> list[inputs.RawInputs]:
+            if gate == "strong":
+                raise torch.OutOfMemoryError("no room\nmore")
+            return super().buffers(case, gate)
+
+    monkeypatch.setitem(PEERS, "fla", StandIn("fla"))
+    path = tmp_path / "x.jsonl"
+    found = session.run([PREFILL], ("strong", "mixed"), ([Ours()], ["fla"]), FACTS, Small(), json_file=path)
+    assert [(r.gate, r.impl, r.ms is None) for r in found] == [
+        ("strong", "cula", True), ("mixed", "eager", False), ("mixed", "fla", False),
+    ]  # fmt: skip
+    assert found[0].reason == "failed: OutOfMemoryError: no room"
+    assert read(path) == found[1:]
+
+
 def test_kernels_of_the_call_stand_in_our_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     fact = {"name": "f", "registers": 32, "spills": 0, "shared": 1024, "warps": 4}
     monkeypatch.setattr("cula.bench.cuda.kernels.launched", lambda call: [fact])
@@ -401,6 +420,20 @@ def test_loops_count_the_host_and_synchronise_once() -> None:
     timings, counts = clock.loops({"a": [call, call]}, rounds=3, synchronize=sync, clock=lambda: now[0])
     assert counts == {"a": 19} and timings["a"].samples == pytest.approx([(19 + 5) / 19] * 3)
     assert syncs[0] == 2 * (2 + 3)
+
+
+def test_a_graph_holds_more_calls_where_the_host_was_the_slow_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        def __init__(self, calls: int) -> None:
+            self.calls = calls
+
+        def replay(self) -> int:
+            return self.calls
+
+    monkeypatch.setattr(clock, "_capture", lambda order: (Graph(len(order)), "first"))
+    monkeypatch.setattr(clock, "_event_ms", lambda launch, times=1: 0.09 * launch() if times and launch() else 0.35)
+    step = clock.prepare([lambda: 0, lambda: 0, lambda: 0])
+    assert (step.method, step.calls, step.output, step.launch()) == ("graph", 12, "first", 12)
 
 
 def test_what_cannot_be_captured_is_launched_from_python(monkeypatch: pytest.MonkeyPatch) -> None:

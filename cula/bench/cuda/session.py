@@ -87,7 +87,8 @@ def run(
     """All rows; each (case, gate) is shown and written to `json_file` as soon as it is done.
 
     subjects: ours, and the names of the peers to time. A peer whose work a gate does not change is timed once a case.
-    show: hears the rows of one (case, gate) and all rows so far.
+    show: hears the rows of one (case, gate) and all rows so far. A row that could not be run at all is shown, not
+    written.
     """
     from cula.bench.records import append
 
@@ -97,10 +98,26 @@ def run(
         done: set[tuple[str, str]] = set()
         for gate in gates:
             due = runner.peers_due([PEERS[name] for name in names], gate, done)
-            found = runner.run_case(case, gate, ours, due, facts, machine, options or runner.Options())
-            done |= {(peer.name, gate) for peer in due}
-            if json_file is not None:
-                append(json_file, found)
+            try:
+                found = runner.run_case(case, gate, ours, due, facts, machine, options or runner.Options())
+                done |= {(peer.name, gate) for peer in due}
+                if json_file is not None:
+                    append(json_file, found)
+            except RuntimeError as error:  # out of memory, a reference that is off: the next row may fare better
+                found = [_lost(case, gate, facts, error)]
+            finally:
+                machine.release()
             records += found
             show(found, records)
     return records
+
+
+def _lost(case: Case, gate: str, facts: Facts, error: Exception) -> Record:
+    """A row that failed outside of any implementation."""
+    from cula.bench.records import Record
+
+    reason = f"failed: {type(error).__name__}: {error}".splitlines()[0]
+    return Record(
+        op=case.op, case=case.name, impl="cula", gate=gate, ms=None, error=None, tolerance=None, reason=reason,
+        dtype=case.dtype, device=facts.device, gpu=facts.gpu, run=facts.run,
+    )  # fmt: skip
