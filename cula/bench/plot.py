@@ -55,35 +55,54 @@ def floors(records: Sequence[Record], path: Path, title: str) -> None:
 
 
 def _floor_panel(ax: Axes, rows: Sequence[Record], colours: dict[str, str]) -> None:
-    """One op. Names of cases stand under their lowest marker."""
-    low, high = 0.8 * min(r.floor_ms for r in rows), 1.25 * max(r.floor_ms for r in rows)
+    """One op."""
+    low, high = 0.7 * min(r.floor_ms for r in rows), 1.5 * max(r.floor_ms for r in rows)
     for times in MULTIPLES:
-        ax.plot(
-            [low, high],
-            [times * low, times * high],
-            color="#999999",
-            linewidth=0.7,
-            linestyle="-" if times == 1 else ":",
-        )
-        ax.text(high, times * high, f" {times}x" if times > 1 else " floor", fontsize=7, va="center", color="#555555")
+        style = "-" if times == 1 else ":"
+        ax.plot([low, high], [times * low, times * high], color="#999999", linewidth=0.7, linestyle=style)
+        name = f" {times}x" if times > 1 else " floor"
+        ax.text(high, times * high, name, fontsize=7, va="center", color="#555555")
     for impl in dict.fromkeys(r.impl for r in rows):
         for gate, marker in GATE_MARKERS.items():
             found = [r for r in rows if (r.impl, r.gate) == (impl, gate)]
             if found:
                 xs, ys = [r.floor_ms for r in found], [r.ms for r in found]
                 ax.scatter(xs, ys, marker=marker, s=30, color=colours[impl], label=f"{impl}, {gate}", alpha=0.85)
-    for case in dict.fromkeys(r.case for r in rows):
-        lowest = min((r for r in rows if r.case == case), key=lambda r: r.ms)
-        place = {"textcoords": "offset points", "xytext": (3, -10), "fontsize": 6.5}
-        ax.annotate(case, (lowest.floor_ms, lowest.ms), **place)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    for members in _neighbours(rows):
+        text = "\n".join(dict.fromkeys(r.case for r in sorted(members, key=lambda r: -r.ms)))
+        lowest = min(members, key=lambda r: r.ms)
+        place = {"textcoords": "offset points", "xytext": (0, -7), "fontsize": 6.5, "ha": "center", "va": "top"}
+        ax.annotate(text, (lowest.floor_ms, lowest.ms), **place)
+    _log_axes(ax)
     ax.set_xlabel("floor: bytes that must move at this run's copy rate, ms", fontsize=8)
     ax.set_ylabel("median, ms", fontsize=8)
     ax.set_title(rows[0].op, fontsize=9, loc="left")
-    ax.tick_params(labelsize=7.5)
     ax.grid(alpha=0.25, which="both")
     ax.legend(fontsize=7)
+
+
+def _neighbours(rows: Sequence[Record]) -> list[list[Record]]:
+    """The rows in groups whose floors are less than half apart: their names are written as one."""
+    groups: list[list[Record]] = []
+    for row in sorted(rows, key=lambda r: r.floor_ms):
+        if groups and row.floor_ms <= 1.5 * groups[-1][0].floor_ms:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def _log_axes(ax: Axes) -> None:
+    """Logarithmic axes with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    ax.tick_params(labelsize=7.5)
 
 
 def _figure(width: float, height: float) -> Any:
