@@ -59,7 +59,7 @@ def walk_back(
     zero4 = (0, 0, 0, 0)
     BV = c.walk.block
     bwd_dhu_kernel[(-(-p.V // BV), p.N * p.HV)](
-        do, prep.kb, prep.qg, prep.kg, prep.Aqk, prep.M, prep.total, prep.beta, prep.qs, prep.ks, tiles.sequences,
+        do, prep.kb, prep.qg, prep.kg, prep.Aqk, prep.M, prep.total, prep.beta, tiles.sequences,
         dh, y, do if dht is None else dht, do if dh0 is None else dh0, *do.stride(),
         *(zero4 if dht is None else v_first_strides(dht, p.state_v_first)),
         *(zero4 if dh0 is None else v_first_strides(dh0, p.state_v_first)), p.T, tiles.NT,

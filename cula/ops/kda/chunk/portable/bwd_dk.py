@@ -61,12 +61,12 @@ def block_cols(dk, dG, D, DT, masks, q, k, keep, G, anchor, dt: tl.constexpr, KP
 @triton.jit
 def pair_cols(
     dk, dG, D, DT, masks, q, k, keep, x, G, anchor, level, dt: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk, dG with what the pairs parted at this level give to k; D symmetric, DT q's transposed. Pointers."""
     i = tl.arange(0, BT)[:, None]
     mask = masks + level * BT * BT
-    F = exp2(to_midpoint(x, G, anchor, level, KP, BT, BK, dt == tl.float32, BOUNDED))
+    F = exp2(to_midpoint(x, G, anchor, level, KP, BT, dt == tl.float32, BOUNDED))
     rows_q = (tl.load(q, mask=keep, other=0.0).to(tl.float32) * F).to(dt)
     own = tl.dot(tl.load(DT) * tl.load(mask), rows_q, input_precision=PRECISION)
     rows_k = (tl.load(k, mask=keep, other=0.0).to(tl.float32) * F).to(dt)
@@ -138,7 +138,7 @@ def bwd_dk_kernel(
         q_at = q + (i * sqt + kk[None, :] * sqk)
         k_at = k + (i * skt + kk[None, :] * skk)
         g_at = g + (i * sgt + kk[None, :] * sgk)
-        anchor = anchors + kk
+        anchor = (anchors if BOUNDED else G) + kk
         to_kg = tl.zeros((BT, BK), tl.float32)
         to_kb = tl.zeros((BT, BK), tl.float32)
         decay = tl.zeros((BK,), tl.float32)
@@ -170,7 +170,7 @@ def bwd_dk_kernel(
             bdk += diagonal[:, None] * tl.load(q_at, mask=keep, other=0.0).to(tl.float32)
         for level in range(4 if BOUNDED else 0, LEVELS):
             bdk, bdG = pair_cols(
-                bdk, bdG, Dk, DqT, masks, q_at, k_at, keep, x, bG, anchor, level, dt, KP, BT, BK, BOUNDED, PRECISION
+                bdk, bdG, Dk, DqT, masks, q_at, k_at, keep, x, bG, anchor, level, dt, KP, BT, BOUNDED, PRECISION
             )
         if L2NORM:
             bk = tl.load(k_at, mask=keep, other=0.0).to(tl.float32)

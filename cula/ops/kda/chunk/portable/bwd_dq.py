@@ -30,10 +30,10 @@ def block_rows(dq, dG, D, masks, q, k, keep, G, anchor, dt: tl.constexpr, KP: tl
 @triton.jit
 def pair_rows(
     dq, dG, D, masks, q, k, keep, x, G, anchor, level, dt: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr,
-    BK: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, dG with what the pairs parted at this level give to their rows of q. D, q, k: pointers."""
-    F = exp2(to_midpoint(x, G, anchor, level, KP, BT, BK, dt == tl.float32, BOUNDED))
+    F = exp2(to_midpoint(x, G, anchor, level, KP, BT, dt == tl.float32, BOUNDED))
     rows_k = (tl.load(k, mask=keep, other=0.0).to(tl.float32) * F).to(dt)
     to_row = tl.dot(tl.load(D) * tl.load(masks + level * BT * BT), rows_k, input_precision=PRECISION)
     rows_q = (tl.load(q, mask=keep, other=0.0).to(tl.float32) * F).to(dt)
@@ -94,7 +94,7 @@ def bwd_dq_kernel(
             keep = keep & (kk < K)[None, :]
         q_at = q + (i * sqt + kk[None, :] * sqk)
         k_at = k + (i * skt + kk[None, :] * skk)
-        anchor = anchors + kk
+        anchor = (anchors if BOUNDED else G) + kk
         bdq = tl.zeros((BT, BK), tl.float32)
         for v0 in range(0, VP, BV):
             vv = v0 + tl.arange(0, BV)
@@ -117,7 +117,7 @@ def bwd_dq_kernel(
             bdq += diagonal[:, None] * tl.load(k_at, mask=keep, other=0.0).to(tl.float32)
         for level in range(4 if BOUNDED else 0, LEVELS):
             bdq, bdG = pair_rows(
-                bdq, bdG, Dq, masks, q_at, k_at, keep, x, bG, anchor, level, dt, KP, BT, BK, BOUNDED, PRECISION
+                bdq, bdG, Dq, masks, q_at, k_at, keep, x, bG, anchor, level, dt, KP, BT, BOUNDED, PRECISION
             )
         tl.store(dG + i * KP + kk[None, :], bdG)
         if L2NORM:

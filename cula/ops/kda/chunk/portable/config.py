@@ -24,13 +24,12 @@ class Launch:
 class Config:
     """What one call's kernels are compiled for, besides its flags."""
 
-    dtype: str  # of the tiles and the operands of products: the inputs', but bf16 in the backward of fp16
+    dtype: str  # of the tiles and the operands of products: the inputs', but fp32 in the backward of fp16
     KP: int
     BT: int
     precision: str
     inverse: str
     bounded: bool
-    late_norm: bool
     intra: Launch
     walk: Launch
     gradients: Launch
@@ -54,8 +53,8 @@ def rows_per_chunk(p: KDAProblem) -> int:
 
 
 def configure(p: KDAProblem, t: Target, *, backward: bool = False) -> Config:
-    """The configuration of a problem on a target. Gradients may be tiny: fp16's range is not for them."""
-    dtype = "bf16" if backward and p.dtype == "fp16" else p.dtype
+    """The configuration of a problem on a target. Gradients may be tiny: fp16's range is not for them, TF32's is."""
+    dtype = "fp32" if backward and p.dtype == "fp16" else p.dtype
     KP, wide = pow2(p.K), dtype == "fp32"
     large = t.capability is None or t.capability in LARGE_SHARED
     bounded = dtype == "bf16" and p.gate == "lower_bound" and p.lower_bound >= -5.0
@@ -70,6 +69,6 @@ def configure(p: KDAProblem, t: Target, *, backward: bool = False) -> Config:
     intra = Launch(min(KP, 64), 4, 1)
     gradients = Launch(min(KP, 32 if wide else 64), 4, 1)
     return Config(
-        dtype, KP, rows_per_chunk(p), "tf32x3" if wide else "tf32", inverse, bounded,
-        p.l2norm and dtype == "bf16", intra, walk, gradients
+        dtype, KP, rows_per_chunk(p), "tf32x3" if p.dtype == "fp32" else "tf32", inverse, bounded,
+        intra, walk, gradients
     )  # fmt: skip

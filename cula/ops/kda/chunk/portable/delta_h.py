@@ -4,8 +4,6 @@ One program per sequence, value head and BV columns of V. The transposed state `
 its copy in the tiles' dtype is the first operand of every product. Per chunk, from the tiles of `intra`:
 
     x = v - kb h    e = x - M (beta x)    v_new = beta e    o = qg h + Aqk v_new    h <- total h + kg^T v_new
-
-with the rows of kb and kg multiplied by ks, those of qg by qs.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ def slot_of(indices, n, stride, slots, null_index, HAS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "NT", "slots_in", "slots_out", "null_index", "ckpt_rows", "ckpt_every"])
 def delta_h_kernel(
-    v, kb, qg, kg, Aqk, M, total, beta, qs, ks, sequences,
+    v, kb, qg, kg, Aqk, M, total, beta, sequences,
     o, h, e, state_in, state_out, read, write, has_state, checkpoints, checkpoint_offsets,
     svb, svt, svh, svv, sob, sot, soh, sov, sin, sih, siv, sik, sun, suh, suv, suk, srn, swn, shn,
     scn, sch, scv, sck, sof, hst, hsh, hsv, hsk,
@@ -68,7 +66,13 @@ def delta_h_kernel(
     v += batch.to(tl.int64) * svb + hv * svh
     o += batch.to(tl.int64) * sob + hv * soh
     dt = kb.dtype.element_ty
-    for c in tl.range(0, tl.cdiv(length, BT), num_stages=STAGES):
+    chunks = tl.cdiv(length, BT)
+    next_beta = tl.zeros((BT,), tl.float32)
+    next_decay = tl.zeros((KP,), tl.float32)
+    if chunks > 0:
+        next_beta = tl.load(beta + (tile.to(tl.int64) * HV + hv) * BT + r)
+        next_decay = tl.load(total + (tile.to(tl.int64) * HV + hv) * KP + kk)
+    for c in tl.range(0, chunks, num_stages=STAGES):
         pid = (tile + c).to(tl.int64) * HV + hv
         token = (first + c * BT).to(tl.int64)
         live = r < length - c * BT
@@ -79,9 +83,10 @@ def delta_h_kernel(
         if V % BV != 0:
             some = some & (vv < V)[None, :]
         bv = tl.load(v + token * svt + (r[:, None] * svt + vv[None, :] * svv), mask=some, other=0.0)
-        bb = tl.load(beta + pid * BT + r)
-        row_k = tl.load(ks + pid * BT + r)
-        decay = tl.load(total + pid * KP + kk)
+        bb, decay = next_beta, next_decay  # loaded a chunk ahead: short loads, long waits
+        ahead = pid + tl.where(c + 1 < chunks, HV, 0)
+        next_beta = tl.load(beta + ahead * BT + r)
+        next_decay = tl.load(total + ahead * KP + kk)
         Sb = S.to(dt)
         if KEEP_H:
             h_at = (tile + c).to(tl.int64) * hst + hv * hsh + vv[:, None].to(tl.int64) * hsv + kk[None, :] * hsk
@@ -89,19 +94,19 @@ def delta_h_kernel(
                 tl.store(h + h_at, Sb)
             else:
                 tl.store(h + h_at, Sb.to(h.dtype.element_ty), mask=inside)
-        x = tl.trans(bv).to(tl.float32) - tl.dot(Sb, tl.trans(bw), input_precision=PRECISION) * row_k[None, :]
+        x = tl.trans(bv).to(tl.float32) - tl.dot(Sb, tl.trans(bw), input_precision=PRECISION)
         x -= tl.dot((x * bb[None, :]).to(dt), tl.trans(bm), input_precision=PRECISION)
         if KEEP_E:
             tl.store(e + pid * BT * VP + (r[None, :] * VP + vv[:, None]), x.to(dt))
-        new = x * bb[None, :]
+        new = (x * bb[None, :]).to(dt)
         if OUTPUT:
             bq = tl.load(qg + pid * BT * KP + (r[:, None] * KP + kk[None, :]))
             ba = tl.load(Aqk + pid * BT * BT + (r[:, None] * BT + r[None, :])).to(dt)
-            out = tl.dot(Sb, tl.trans(bq), input_precision=PRECISION) * tl.load(qs + pid * BT + r)[None, :]
-            out = tl.dot(new.to(dt), tl.trans(ba), out, input_precision=PRECISION)
+            out = tl.dot(Sb, tl.trans(bq), input_precision=PRECISION)
+            out = tl.dot(new, tl.trans(ba), out, input_precision=PRECISION)
             o_at = r[None, :] * sot + vv[:, None] * sov
             tl.store(o + token * sot + o_at, out.to(o.dtype.element_ty), mask=tl.trans(some))
-        S = tl.dot((new * row_k[None, :]).to(dt), bg, S * decay[None, :], input_precision=PRECISION)
+        S = tl.dot(new, bg, S * decay[None, :], input_precision=PRECISION)
         if CHECKPOINTS:
             done = (c + 1) * BT
             if (done % ckpt_every == 0) & (done <= length):

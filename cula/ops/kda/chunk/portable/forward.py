@@ -60,8 +60,6 @@ class Prepared:
     M: Tensor
     total: Tensor
     beta: Tensor
-    qs: Tensor
-    ks: Tensor
     nq: Tensor
     nk: Tensor
     anchors: Tensor
@@ -83,23 +81,24 @@ def prepare(
     kb, qg, kg = (new(n, HV, BT, KP) for _ in range(3))
     Aqk, M = kept if kept is not None else (new(n, HV, BT, BT), new(n, HV, BT, BT))
     total = new(n, HV, KP, dtype=torch.float32)
-    beta, qs, ks, nq, nk = (new(n, HV, BT, dtype=torch.float32) for _ in range(5))
+    beta, nq, nk = (new(n, HV, BT, dtype=torch.float32) for _ in range(3))
     anchors = new(n, HV, max(1, BT // 16), KP, dtype=torch.float32) if c.bounded else total
+    keep_G = keep_G or (kept is None and not c.bounded and c.dtype != "fp32")  # the pairs look rows up in it
     G = new(n, HV, BT, KP, dtype=torch.float32) if keep_G else None
     if n:
         intra_kernel[(n * HV,)](
             x.q, x.k, x.g, x.beta, x.q if x.A_log is None else x.A_log, x.q if x.dt_bias is None else x.dt_bias,
-            tiles.table, kb, qg, kg, Aqk, M, total, beta, qs, ks, nq, nk, anchors, total if G is None else G, o,
+            tiles.table, kb, qg, kg, Aqk, M, total, beta, nq, nk, anchors, total if G is None else G, o,
             *x.q.stride(), *x.k.stride(), *x.g.stride(), *x.beta.stride(), *o.stride()[1:],
             p.T, tiles.NT, p.scale, p.lower_bound or 0.0,
             HV=HV, G_HEADS=HV // p.H, K=p.K, KP=KP, V=p.V, BT=BT, LEVELS=BT.bit_length() - 1,
             BK=c.intra.block, BV=min(pow2(p.V), 64),
             GATE=GATES[p.gate], HAS_A=x.A_log is not None, HAS_BIAS=x.dt_bias is not None,
-            SIGMOID=p.beta_sigmoid, DOUBLE=p.neg_eigval, L2NORM=p.l2norm, LATE_NORM=c.late_norm,
+            SIGMOID=p.beta_sigmoid, DOUBLE=p.neg_eigval, L2NORM=p.l2norm,
             PACKED=p.packed, BOUNDED=c.bounded, PRODUCTS=kept is None, KEEP_G=keep_G, PRECISION=c.precision,
             INVERSE=c.inverse, num_warps=c.intra.num_warps, num_stages=c.intra.num_stages,
         )  # fmt: skip
-    return Prepared(kb, qg, kg, Aqk, M, total, beta, qs, ks, nq, nk, anchors, G)
+    return Prepared(kb, qg, kg, Aqk, M, total, beta, nq, nk, anchors, G)
 
 
 @dataclass
@@ -171,7 +170,7 @@ def walk(
     write, write_stride = target.index_arguments(q)
     BV = c.walk.block
     delta_h_kernel[(-(-p.V // BV), p.N * p.HV)](
-        x.v, prep.kb, prep.qg, prep.kg, prep.Aqk, prep.M, prep.total, prep.beta, prep.qs, prep.ks, tiles.sequences,
+        x.v, prep.kb, prep.qg, prep.kg, prep.Aqk, prep.M, prep.total, prep.beta, tiles.sequences,
         q if o is None else o, q if h is None else h, q if e is None else e, source.tensor, target.tensor, read, write,
         q if flag is None else flag, q if ck is None else ck, q if ck is None else offsets,
         *x.v.stride(), *(none if o is None else o.stride()), *source.strides, *target.strides, read_stride,

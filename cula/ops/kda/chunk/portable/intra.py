@@ -3,14 +3,12 @@
 One program per tile (chunk) and value head. With G the running sum of the gate inside the chunk (base 2, inclusive)
 and Gn its last row, it reads q, k, g, beta and writes, tile by tile (`[tiles, HV, BT, ...]`):
 
-    kb = k e^G    qg = q e^G    kg = k e^(Gn - G)    total = e^Gn    beta    qs, ks
-    Aqk[i, j] = q_i . (k_j e^(G_i - G_j))  for j <= i
+    kb = k e^G    qg = scale q e^G    kg = k e^(Gn - G)    total = e^Gn    beta
+    Aqk[i, j] = scale q_i . (k_j e^(G_i - G_j))  for j <= i
     M = Akk (I + beta Akk)^-1  with Akk[i, j] = k_i . (k_j e^(G_i - G_j)) for j < i, so that
     v_new = beta (x - M (beta x))  with x = v - kb h
 
-In Aqk and M q and k are finished (normalised, q scaled). The tiles kb, qg, kg still wait for the factors ks and qs
-of their rows, which users of the tiles apply in fp32: the norms (and scale) where they are only known when q and k
-have been read (LATE_NORM, one read of both), elsewhere 1 and scale. nq and nk are the whole factors of raw q and k.
+nq and nk are the factors that make finished rows of raw q and k: their norms, and scale for q.
 
 Pairs of rows meet at the middle of the smallest block of 2s rows that parts them: rows of its later half carry
 e^(G_i - G_mid), columns of its earlier half e^(G_mid - G_j), both <= 1 for any gate, and no output depends on later
@@ -53,20 +51,11 @@ def running_sum(x, BT: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def to_midpoint(
-    x,
-    G,
-    anchors,
-    level,
-    KP: tl.constexpr,
-    BT: tl.constexpr,
-    BK: tl.constexpr,
-    EXACT: tl.constexpr,
-    BOUNDED: tl.constexpr,
-):
+def to_midpoint(x, G, anchors, level, KP: tl.constexpr, BT: tl.constexpr, EXACT: tl.constexpr, BOUNDED: tl.constexpr):
     """log2 of the decay between each row and the middle of its block of 2s rows, s = 2^level, <= 0 `[BT, BK]`.
 
-    EXACT sums the very gates between the two (fp32); else a difference of running sums, good to 2^-10 bits.
+    EXACT sums the very gates between the two (fp32); else a difference of running sums, good to 2^-10 bits. anchors
+    points at the sums of every 16th row where BOUNDED, of every row elsewhere.
     """
     r = tl.arange(0, BT)[:, None]
     if EXACT:
@@ -81,7 +70,7 @@ def to_midpoint(
         middle = tl.where(r >> (level + 1) == 0, middle, tl.load(anchors + second * KP)[None, :])
         return -tl.abs(G - middle)
     row = ((r >> (level + 1)) << (level + 1)) + (1 << level) - 1
-    return -tl.abs(G - tl.gather(G, tl.broadcast_to(row, (BT, BK)), 0))
+    return -tl.abs(G - tl.load(anchors + row * KP))
 
 
 @triton.jit
@@ -100,26 +89,23 @@ def parted_by(i, j, level):
 
 
 @triton.jit
-def load_rows(x, keep, norm, NORM: tl.constexpr):
-    """Rows of q or k in fp32 from pointers, times their norm where NORM."""
-    x = tl.load(x, mask=keep, other=0.0).to(tl.float32)
-    if NORM:
-        x *= norm[:, None]
-    return x
+def load_rows(x, keep, norm):
+    """Rows of q or k in fp32 from pointers, times their factors."""
+    return tl.load(x, mask=keep, other=0.0).to(tl.float32) * norm[:, None]
 
 
 @triton.jit
 def add_pairs(
-    Pq, Pk, q, k, keep, q_norm, k_norm, x, G, anchors, level, KP: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr,
-    dt: tl.constexpr, NORM: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
+    Pq, Pk, q, k, keep, q_norm, k_norm, x, G, anchors, level, KP: tl.constexpr, BT: tl.constexpr,
+    dt: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Pq, Pk with the products of the pairs that the middle of a block of 2s rows parts. q, k: pointers."""
-    F = exp2(to_midpoint(x, G, anchors, level, KP, BT, BK, dt == tl.float32, BOUNDED))
-    rows = (load_rows(k, keep, k_norm, NORM) * F).to(dt)
+    F = exp2(to_midpoint(x, G, anchors, level, KP, BT, dt == tl.float32, BOUNDED))
+    rows = (load_rows(k, keep, k_norm) * F).to(dt)
     cols = tl.trans(rows)
     pairs = parted_by(tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :], level)
     Pk += tl.where(pairs, tl.dot(rows, cols, input_precision=PRECISION), 0.0)
-    rows = (load_rows(q, keep, q_norm, NORM) * F).to(dt)
+    rows = (load_rows(q, keep, q_norm) * F).to(dt)
     Pq += tl.where(pairs, tl.dot(rows, cols, input_precision=PRECISION), 0.0)
     return Pq, Pk
 
@@ -127,15 +113,14 @@ def add_pairs(
 @triton.jit
 def add_blocks(
     Pq, Pk, q, k, keep, q_norm, k_norm, G, anchors, KP: tl.constexpr, BT: tl.constexpr, dt: tl.constexpr,
-    NORM: tl.constexpr,
 ):  # fmt: skip
     """Pq, Pk with the products of the pairs inside blocks of 16 rows. q, k: pointers."""
     inside = G - before_block(G, anchors, KP, BT)
-    cols = tl.trans((load_rows(k, keep, k_norm, NORM) * exp2(-inside - SHIFT)).to(dt))
+    cols = tl.trans((load_rows(k, keep, k_norm) * exp2(-inside - SHIFT)).to(dt))
     near = exp2(inside + SHIFT)
     block = tl.arange(0, BT)[:, None] // 16 == tl.arange(0, BT)[None, :] // 16
-    Pk += tl.where(block, tl.dot((load_rows(k, keep, k_norm, NORM) * near).to(dt), cols), 0.0)
-    Pq += tl.where(block, tl.dot((load_rows(q, keep, q_norm, NORM) * near).to(dt), cols), 0.0)
+    Pk += tl.where(block, tl.dot((load_rows(k, keep, k_norm) * near).to(dt), cols), 0.0)
+    Pq += tl.where(block, tl.dot((load_rows(q, keep, q_norm) * near).to(dt), cols), 0.0)
     return Pq, Pk
 
 
@@ -171,13 +156,13 @@ def delta_inverse(P, b, BT: tl.constexpr, LEVELS: tl.constexpr, INVERSE: tl.cons
 @triton.jit(do_not_specialize=["T", "NT", "sbb"])
 def intra_kernel(
     q, k, g, beta, A_log, dt_bias, table,
-    kb, qg, kg, Aqk, M, total, beta_out, qs, ks, nq, nk, anchors, G_out, o,
+    kb, qg, kg, Aqk, M, total, beta_out, nq, nk, anchors, G_out, o,
     sqb, sqt, sqh, sqk, skb, skt, skh, skk, sgb, sgt, sgh, sgk, sbb, sbt, sbh, sot, soh, sov,
     T, NT, scale, lower_bound,
     HV: tl.constexpr, G_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr, L2NORM: tl.constexpr,
-    LATE_NORM: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, PRODUCTS: tl.constexpr,
+    PACKED: tl.constexpr, BOUNDED: tl.constexpr, PRODUCTS: tl.constexpr,
     KEEP_G: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """See the module; PRODUCTS False leaves out Aqk and M; KEEP_G stores G."""
@@ -205,27 +190,32 @@ def intra_kernel(
     kb += pid * BT * KP
     kg += pid * BT * KP
     anchors += pid * (BT // 16) * KP
+    G_out += pid * BT * KP
     bb = tl.load(beta + r * sbt, mask=live, other=0.0).to(tl.float32)
     bb = tl.where(live, finished_beta(bb, SIGMOID, DOUBLE), 0.0)
     tl.store(beta_out + pid * BT + r, bb)
     a = 1.0
     if HAS_A:
         a = exp2(tl.load(A_log + hv).to(tl.float32) * 1.4426950408889634)
-    EARLY_NORM: tl.constexpr = L2NORM and not LATE_NORM
-    q_square = tl.zeros((BT,), tl.float32)
-    k_square = tl.zeros((BT,), tl.float32)
-    if EARLY_NORM:
+    q_norm = tl.full((BT,), 1.0, tl.float32)
+    k_norm = tl.full((BT,), 1.0, tl.float32)
+    if L2NORM:
+        q_square = tl.zeros((BT,), tl.float32)
+        k_square = tl.zeros((BT,), tl.float32)
         for k0 in range(0, KP, BK):
             kk = k0 + tl.arange(0, BK)
             keep = live[:, None]
             if K != KP:
                 keep = keep & (kk < K)[None, :]
-            bq = tl.load(q + r[:, None] * sqt + kk[None, :] * sqk, mask=keep, other=0.0).to(tl.float32)
-            bk = tl.load(k + r[:, None] * skt + kk[None, :] * skk, mask=keep, other=0.0).to(tl.float32)
+            bq = tl.load(q + (r[:, None] * sqt + kk[None, :] * sqk), mask=keep, other=0.0).to(tl.float32)
+            bk = tl.load(k + (r[:, None] * skt + kk[None, :] * skk), mask=keep, other=0.0).to(tl.float32)
             q_square += tl.sum(bq * bq, 1)
             k_square += tl.sum(bk * bk, 1)
-    q_norm = tl.rsqrt(q_square + EPS)
-    k_norm = tl.rsqrt(k_square + EPS)
+        q_norm = tl.rsqrt(q_square + EPS)
+        k_norm = tl.rsqrt(k_square + EPS)
+    q_norm *= scale
+    tl.store(nq + pid * BT + r, q_norm)
+    tl.store(nk + pid * BT + r, k_norm)
     dt = kb.dtype.element_ty
     i = r[:, None]
     j = r[None, :]
@@ -241,56 +231,38 @@ def intra_kernel(
         g_at = g + (i * sgt + kk[None, :] * sgk)
         x = base2_slice(g_at, dt_bias + hv * K, kk, keep, a, lower_bound, K, GATE, HAS_BIAS)
         G = running_sum(x, BT, dt == tl.float32)
-        anchor = anchors + kk
+        at = i * KP + kk[None, :]
+        if KEEP_G:
+            tl.store(G_out + at, G)
         if BOUNDED:
+            anchor = anchors + kk
             tl.store(anchor[None, :] + i // 16 * KP, G, mask=i % 16 == 15)
             tl.debug_barrier()
             last = tl.load(anchor + (BT // 16 - 1) * KP)
         else:
+            anchor = G_out + kk
+            tl.debug_barrier()
             last = tl.sum(x, 0)
-        at = i * KP + kk[None, :]
-        if KEEP_G:
-            tl.store(G_out + pid * BT * KP + at, G)
         E = exp2(G)
-        bq = load_rows(q_at, keep, q_norm, EARLY_NORM)
-        if LATE_NORM:
-            q_square += tl.sum(bq * bq, 1)
+        bq = load_rows(q_at, keep, q_norm)
         tl.store(qg + at, (bq * E).to(dt))
-        bk = load_rows(k_at, keep, k_norm, EARLY_NORM)
-        if LATE_NORM:
-            k_square += tl.sum(bk * bk, 1)
+        bk = load_rows(k_at, keep, k_norm)
         tl.store(kb + at, (bk * E).to(dt))
         tl.store(kg + at, (bk * exp2(to_end(x, G, last, BT, dt == tl.float32))).to(dt))
         tl.store(total + pid * KP + kk, exp2(last))
         if PRODUCTS:
             tl.debug_barrier()
             if BOUNDED:
-                Pq, Pk = add_blocks(Pq, Pk, q_at, k_at, keep, q_norm, k_norm, G, anchor, KP, BT, dt, EARLY_NORM)
+                Pq, Pk = add_blocks(Pq, Pk, q_at, k_at, keep, q_norm, k_norm, G, anchor, KP, BT, dt)
             else:
                 Pq += tl.where(i == j, tl.sum(bq * bk, 1)[:, None], 0.0)
             for level in range(4 if BOUNDED else 0, LEVELS):
                 Pq, Pk = add_pairs(
-                    Pq, Pk, q_at, k_at, keep, q_norm, k_norm, x, G, anchor, level, KP, BT, BK, dt, EARLY_NORM,
-                    BOUNDED, PRECISION,
+                    Pq, Pk, q_at, k_at, keep, q_norm, k_norm, x, G, anchor, level, KP, BT, dt, BOUNDED,
+                    PRECISION,
                 )  # fmt: skip
-    if L2NORM:
-        q_norm = tl.rsqrt(q_square + EPS)
-        k_norm = tl.rsqrt(k_square + EPS)
-    else:
-        q_norm = tl.full((BT,), 1.0, tl.float32)
-        k_norm = q_norm
-    tl.store(nq + pid * BT + r, q_norm * scale)
-    tl.store(nk + pid * BT + r, k_norm)
-    if not LATE_NORM:
-        q_norm = tl.full((BT,), 1.0, tl.float32)
-        k_norm = q_norm
-    q_norm *= scale
-    tl.store(qs + pid * BT + r, q_norm)
-    tl.store(ks + pid * BT + r, k_norm)
     if PRODUCTS:
         at = i * BT + j
-        Pq *= q_norm[:, None] * k_norm[None, :]
-        Pk *= k_norm[:, None] * k_norm[None, :]
         tl.store(Aqk + pid * BT * BT + at, tl.where(i >= j, Pq, 0.0).to(dt))
         Pk = tl.where(i > j, Pk, 0.0)
         tl.store(M + pid * BT * BT + at, delta_inverse(Pk, bb, BT, LEVELS, INVERSE).to(dt))
