@@ -29,7 +29,7 @@ def bwd_dhu_kernel(
     iv = tl.program_id(0)
     n = tl.program_id(1) // HV
     hv = tl.program_id(1) % HV
-    batch, first, length, tile = find_sequence(sequences, n, T, NT, PACKED)
+    batch, first, length, tile, _ = find_sequence(sequences, n, T, NT, PACKED)
     kk = tl.arange(0, KP)
     vv = iv * BV + tl.arange(0, BV)
     r = tl.arange(0, BT)

@@ -1,7 +1,8 @@
 """delta_h (Triton): the state's walk through the chunks of a sequence, with the output fused in.
 
-One program per sequence, value head and BV columns of V. The transposed state `[BV, K]` stays in fp32 registers;
-its copy in the tiles' dtype is the first operand of every product. Per chunk, from the tiles of `intra`:
+One program per sequence (or segment of one), value head and BV columns of V. The transposed state `[BV, K]` stays in
+fp32 registers; its copy in the tiles' dtype is the first operand of every product. Per chunk, from the tiles of
+`intra`:
 
     x = v - kb h    e = x - M (beta x)    v_new = beta e    o = qg h + Aqk v_new    h <- total h + kg^T v_new
 """
@@ -28,6 +29,24 @@ def slot_of(indices, n, stride, slots, null_index, HAS: tl.constexpr):
     return tl.where(slot >= slots, -1, slot)
 
 
+@triton.jit
+def load_state(
+    state, indices, flag, n, hv, vv, kk, ssn, ssh, ssv, ssk, stride, flag_stride, slots, null_index, V: tl.constexpr,
+    K: tl.constexpr, STATE_IN: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_FLAG: tl.constexpr,
+):  # fmt: skip
+    """The transposed entry state of sequence n, in fp32; zeros where it has none."""
+    if STATE_IN == NONE:
+        return tl.zeros((vv.shape[0], kk.shape[0]), tl.float32)
+    slot = n.to(tl.int64)
+    if STATE_IN == POOL:
+        slot = slot_of(indices, n, stride, slots, null_index, HAS_INDEX)
+    if HAS_FLAG:
+        slot = tl.where(tl.load(flag + n * flag_stride) != 0, slot, -1)
+    at = slot * ssn + hv.to(tl.int64) * ssh + vv[:, None].to(tl.int64) * ssv + kk[None, :] * ssk
+    held = (vv < tl.where(slot >= 0, V, 0))[:, None] & (kk < K)[None, :]
+    return tl.load(state + at, mask=held, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["T", "NT", "slots_in", "slots_out", "null_index", "ckpt_rows", "ckpt_every"])
 def delta_h_kernel(
     v, kb, qg, kg, Aqk, M, total, beta, sequences,
@@ -36,7 +55,7 @@ def delta_h_kernel(
     scn, sch, scv, sck, sof, hst, hsh, hsv, hsk,
     slots_in, slots_out, null_index, ckpt_rows, ckpt_every, T, NT,
     HV: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, PACKED: tl.constexpr, STATE_IN: tl.constexpr, STATE_OUT: tl.constexpr, HAS_READ: tl.constexpr,
+    BV: tl.constexpr, TABLE: tl.constexpr, STATE_IN: tl.constexpr, STATE_OUT: tl.constexpr, HAS_READ: tl.constexpr,
     HAS_WRITE: tl.constexpr, HAS_FLAG: tl.constexpr, OUTPUT: tl.constexpr, KEEP_H: tl.constexpr,
     KEEP_E: tl.constexpr, WHOLE_H: tl.constexpr, CHECKPOINTS: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -45,21 +64,15 @@ def delta_h_kernel(
     iv = tl.program_id(0)
     n = tl.program_id(1) // HV
     hv = tl.program_id(1) % HV
-    batch, first, length, tile = find_sequence(sequences, n, T, NT, PACKED)
+    batch, first, length, tile, owner = find_sequence(sequences, n, T, NT, TABLE)
     kk = tl.arange(0, KP)
     vv = iv * BV + tl.arange(0, BV)
     r = tl.arange(0, BT)
     inside = (vv < V)[:, None] & (kk < K)[None, :]
-    S = tl.zeros((BV, KP), tl.float32)
-    if STATE_IN != NONE:
-        slot = n.to(tl.int64)
-        if STATE_IN == POOL:
-            slot = slot_of(read, n, srn, slots_in, null_index, HAS_READ)
-        if HAS_FLAG:
-            slot = tl.where(tl.load(has_state + n * shn) != 0, slot, -1)
-        at = slot * sin + hv.to(tl.int64) * sih + vv[:, None].to(tl.int64) * siv + kk[None, :] * sik
-        held = (vv < tl.where(slot >= 0, V, 0))[:, None] & (kk < K)[None, :]
-        S = tl.load(state_in + at, mask=held, other=0.0).to(tl.float32)
+    S = load_state(
+        state_in, read, has_state, n, hv, vv, kk, sin, sih, siv, sik, srn, shn, slots_in, null_index, V, K, STATE_IN,
+        HAS_READ, HAS_FLAG,
+    )  # fmt: skip
     if CHECKPOINTS:
         row = tl.load(checkpoint_offsets + n * sof).to(tl.int64)
         row_end = tl.minimum(tl.load(checkpoint_offsets + (n + 1) * sof).to(tl.int64), ckpt_rows)
@@ -115,9 +128,10 @@ def delta_h_kernel(
                     tl.store(checkpoints + c_at, S.to(checkpoints.dtype.element_ty), mask=inside)
                 row += 1
     if STATE_OUT != NONE:
-        slot = n.to(tl.int64)
+        slot = owner.to(tl.int64)
         if STATE_OUT == POOL:
-            slot = slot_of(write, n, swn, slots_out, null_index, HAS_WRITE)
+            slot = slot_of(write, tl.maximum(owner, 0), swn, slots_out, null_index, HAS_WRITE)
+            slot = tl.where(owner < 0, -1, slot)
         at = slot * sun + hv.to(tl.int64) * suh + vv[:, None].to(tl.int64) * suv + kk[None, :] * suk
         held = (vv < tl.where(slot >= 0, V, 0))[:, None] & (kk < K)[None, :]
         tl.store(state_out + at, S.to(state_out.dtype.element_ty), mask=held)

@@ -2,8 +2,9 @@
 
 A tile is one chunk of one sequence. Fixed batches find theirs by arithmetic; packed sequences read a table
 `[tiles, 4]` int32 = (first token, tokens, sequence, chunk), sequence -1 for tiles that only hold rows after the last
-boundary, and a table `[N, 3]` = (first token, tokens, first tile), which `tiles_kernel` makes on the device, so that
-nothing depends on lengths that only the device knows.
+boundary, and a table `[N, 5]` = (first token, tokens, first tile, batch row, sequence), which `tiles_kernel` makes on
+the device, so that nothing depends on lengths that only the device knows. Segments of sequences are such rows too: the
+last column is then -1 for all but a sequence's last.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import triton.language as tl
 #: Sequences that one step of the search looks at, and tiles of one program.
 BLOCK_N = 64
 BLOCK_TILES = 64
+#: Columns of the table of sequences.
+COLUMNS = tl.constexpr(5)
 
 
 @triton.jit
@@ -46,9 +49,11 @@ def tiles_kernel(
         last = used + tl.cumsum(chunks, 0)
         row = last - chunks
         if tl.program_id(0) == 0:
-            tl.store(sequences + n * 3, first, mask=n < N)
-            tl.store(sequences + n * 3 + 1, length, mask=n < N)
-            tl.store(sequences + n * 3 + 2, row, mask=n < N)
+            tl.store(sequences + n * COLUMNS, first, mask=n < N)
+            tl.store(sequences + n * COLUMNS + 1, length, mask=n < N)
+            tl.store(sequences + n * COLUMNS + 2, row, mask=n < N)
+            tl.store(sequences + n * COLUMNS + 3, tl.zeros((BN,), tl.int32), mask=n < N)
+            tl.store(sequences + n * COLUMNS + 4, n, mask=n < N)
         mine = (tile[:, None] >= row[None, :]) & (tile[:, None] < last[None, :])
         at = tile[:, None] - row[None, :]
         owner = tl.maximum(owner, tl.max(tl.where(mine, n[None, :], -1), 1))
@@ -85,16 +90,19 @@ def find_tile(table, tile, T, NT, BT: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def find_sequence(sequences, n, T, NT, PACKED: tl.constexpr):
-    """(batch row, first token, tokens, first tile) of sequence n."""
-    if PACKED:
-        first = tl.load(sequences + n * 3)
-        length = tl.load(sequences + n * 3 + 1)
-        tile = tl.load(sequences + n * 3 + 2)
-        batch = 0
+def find_sequence(sequences, n, T, NT, TABLE: tl.constexpr):
+    """(batch row, first token, tokens, first tile, sequence whose end it is or -1) of sequence or segment n."""
+    if TABLE:
+        row = sequences + n * COLUMNS
+        first = tl.load(row)
+        length = tl.load(row + 1)
+        tile = tl.load(row + 2)
+        batch = tl.load(row + 3)
+        owner = tl.load(row + 4)
     else:
         batch = n
         first = 0
         length = T
         tile = n * NT
-    return batch, first, length, tile
+        owner = n
+    return batch, first, length, tile, owner

@@ -1,0 +1,1 @@
+"""Context parallelism of the chunk stage: a long sequence in segments that run at once."""
