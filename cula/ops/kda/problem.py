@@ -33,6 +33,7 @@ class KDAProblem:
     Sizes as in the public API (T: tokens in dim 1, for packed input their total). lengths: tokens per packed
     sequence, None for a fixed batch or where only the device knows them (`packed` tells which).
     gate: "finished", "softplus" or "lower_bound". tokens: most tokens per sequence in the decode stage, else 0.
+    wide_rows: 64 tokens of an input span 2^31 elements or more, so that even offsets inside a chunk need 64 bits.
     """
 
     B: int
@@ -72,6 +73,7 @@ class KDAProblem:
     tokens: int = 0
     tree: bool = False
     rollback: bool = False
+    wide_rows: bool = False
 
     @property
     def host_lengths(self) -> bool:
@@ -381,12 +383,22 @@ def parse_chunk(
         final_state=bool(opt.final_state), state_v_first=bool(opt.state_v_first),
         intermediate_states=bool(opt.intermediate_states), disable_recompute=bool(opt.disable_recompute),
         chunk_size=opt.chunk_size, grad=grad, use_graph=bool(opt.use_graph), cp=parse_context_parallel(opt, grad),
+        wide_rows=not opt.traced and has_wide_rows(q, k, v, g, beta),
     )  # fmt: skip
     operands = Operands(
         q, k, v, g, beta, A_log=act.A_log, dt_bias=act.dt_bias, initial_state=initial_state,
         cu_seqlens=cu_seqlens, boundaries=bounds, target=target_of(q.device),
     )  # fmt: skip
     return problem, operands
+
+
+def has_wide_rows(*tensors: Tensor) -> bool:
+    """Whether 64 tokens of one head span 2^31 elements in any of these `[B, T, heads, ...]` tensors."""
+    return any(
+        64 * x.stride(1) + (x.shape[3] * x.stride(3) if x.dim() == 4 else 0) >= 1 << 31
+        for x in tensors
+        if x.shape[1] > 1
+    )
 
 
 def lengths_of(bounds: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -35,6 +35,7 @@ _PORTABLE_RULES = (
     Rule(lambda p, t: has_triton() or not t.live, "needs triton; it comes with torch for CUDA, or: pip install triton"),
     Rule(lambda p, t: p.dtype != "fp64", "needs bf16, fp16 or fp32 inputs, got {p.dtype}"),
     Rule(lambda p, t: p.K <= 256, "needs K <= 256, got {p.K}"),
+    Rule(lambda p, t: not p.wide_rows, "needs strides below 2^25 elements from token to token; copy the input first"),
 )
 _PORTABLE_STATUS = "measured on one H200; compiled for sm80, sm90, sm100"
 

@@ -1,4 +1,4 @@
-"""chunk backward, portable: tiles again, both walks, then all gradients of a chunk in one launch."""
+"""chunk backward, portable: tiles and walk again (unless kept), the walk back, then the gradients chunk by chunk."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from cula.ops.kda.chunk.portable.config import Config, configure
 from cula.ops.kda.chunk.portable.forward import (
     DTYPES,
     GATES,
+    PREPARED,
     Prepared,
     Tiles,
     make_tiles,
+    padded_V,
     prepare,
     v_first_strides,
     walk,
 )
 from cula.ops.kda.chunk.saved import Gradients, Saved
-from cula.ops.kda.problem import KDAProblem, Operands
+from cula.ops.kda.problem import KDAProblem, Operands, has_wide_rows
 
 Tensor = torch.Tensor
 
@@ -33,21 +35,28 @@ def run(p: KDAProblem, x: Operands, saved: Saved | None, do: Tensor, dht: Tensor
 
 def _run(p: KDAProblem, x: Operands, saved: Saved | None, do: Tensor, dht: Tensor | None) -> Gradients:
     c = configure(p, x.target, backward=True)
+    if has_wide_rows(do):
+        do = do.contiguous()
     tiles = make_tiles(p, x, c.BT)
     out = Gradients(*(torch.empty_like(y, memory_format=torch.contiguous_format) for y in (x.q, x.k, x.v, x.g, x.beta)))
-    kept = None
-    if saved is not None and saved.writer == "portable":
-        kept = (saved.tensors["Aqk"], saved.tensors["M"])
-    prep = prepare(p, x, tiles, c, out.v, kept, keep_G=True)
-    VP = -(-p.V // c.walk.block) * c.walk.block
+    found = saved.tensors if saved is not None and saved.writer == "portable" else {}
+    VP = padded_V(p, c)
     new = DTYPES[c.dtype]
-    h, dh = (torch.empty(tiles.count, p.HV, VP, c.KP, dtype=new, device=do.device) for _ in range(2))
-    e, y = (torch.empty(tiles.count, p.HV, c.BT, VP, dtype=new, device=do.device) for _ in range(2))
-    walk(p, x, tiles, c, prep, h=h, e=e, whole_h=True)
+    dh = torch.empty(tiles.count, p.HV, VP, c.KP, dtype=new, device=do.device)
+    y = torch.empty(tiles.count, p.HV, c.BT, VP, dtype=new, device=do.device)
+    if "h" in found:
+        prep = Prepared(**{name: found.get(name) for name in PREPARED})
+        h, e = found["h"], found["e"]
+        v_new = torch.empty_like(e)
+    else:
+        prep = prepare(p, x, tiles, c, out.v, (found["Aqk"], found["M"]) if found else None, keep_G=True)
+        h, e = torch.empty_like(dh), torch.empty_like(y)
+        v_new = e  # in place
+        walk(p, x, tiles, c, prep, h=h, e=e, whole_h=True)
     if x.initial_state is not None:
         out.initial_state = torch.empty_like(x.initial_state, memory_format=torch.contiguous_format)
     walk_back(p, x, tiles, c, prep, do, dht, dh, y, out.initial_state)
-    gradients(p, x, tiles, c, prep, do, (h, dh, e, y), out)
+    gradients(p, x, tiles, c, prep, do, (h, dh, e, v_new, y), out)
     return out
 
 
@@ -80,13 +89,13 @@ def gradients(
     dA = torch.empty(tiles.count, p.HV, dtype=torch.float32, device=do.device)
     dbias = torch.empty(tiles.count, p.HV, c.KP, dtype=torch.float32, device=do.device)
     if tiles.count:
-        h, dh, e, y = walked
+        h, dh, e, v_new, y = walked
         VP, BT = h.shape[2], c.BT
         BV, grid = min(c.walk.block, 64), (tiles.count * p.HV,)
         Dq, DqT, Dk = (torch.empty(tiles.count, p.HV, BT, BT, dtype=h.dtype, device=do.device) for _ in range(3))
         masks = torch.empty(MASKS, BT, BT, dtype=h.dtype, device=do.device)
         bwd_dA_kernel[grid](
-            do, e, y, x.beta, prep.beta, prep.nq, prep.nk, tiles.table, out.v, out.beta, Dq, DqT, Dk, masks,
+            do, e, y, x.beta, prep.beta, prep.nq, prep.nk, tiles.table, v_new, out.v, out.beta, Dq, DqT, Dk, masks,
             *do.stride(), *x.beta.stride(), p.T, tiles.NT,
             HV=p.HV, V=p.V, VP=VP, BT=BT, BV=BV, SIGMOID=p.beta_sigmoid, DOUBLE=p.neg_eigval,
             PACKED=p.packed, PRECISION=c.precision, num_warps=4, num_stages=1,
@@ -100,13 +109,14 @@ def gradients(
         inputs = (x.q, x.k, x.g, x.q if x.A_log is None else x.A_log, x.q if x.dt_bias is None else x.dt_bias)
         strides = (*x.q.stride(), *x.k.stride(), *x.g.stride())
         ends = (p.T, tiles.NT, p.lower_bound or 0.0)
+        anchors = prep.total if prep.anchors is None else prep.anchors
         dG = torch.empty_like(prep.G)
         bwd_dq_kernel[grid](
-            *inputs, do, tiles.table, prep.nq, prep.anchors, prep.G, h, Dq, masks, dq, dG, *strides, *do.stride(),
+            *inputs, do, tiles.table, prep.nq, anchors, prep.G, h, Dq, masks, dq, dG, *strides, *do.stride(),
             *ends, V=p.V, **flags,
         )  # fmt: skip
         bwd_dk_kernel[grid](
-            *inputs, tiles.table, prep.nk, prep.anchors, prep.G, h, dh, e, y, Dk, DqT, masks, dG, dk, out.g, dA,
+            *inputs, tiles.table, prep.nk, anchors, prep.G, h, dh, v_new, y, Dk, DqT, masks, dG, dk, out.g, dA,
             dbias, *strides, *ends, **flags,
         )  # fmt: skip
     if G > 1:

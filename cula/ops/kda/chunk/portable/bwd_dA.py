@@ -5,7 +5,7 @@ From do and the walks' e and y, with v_new = beta e:
     dv = beta y    dbeta = <e, y>    dAqk = tril(do v_new^T)    dAkk = -stril(dv v_new^T)
 
 It writes what `bwd_dq` and `bwd_dk` multiply by, the norms' factors included: Dq = dAqk nq nk, its transpose, and
-Dk = (dAkk nk nk) + its transpose; e and y become v_new and -dv. The first program also writes the masks of the
+Dk = (dAkk nk nk) + its transpose; new gets v_new, y becomes -dv. The first program also writes the masks of the
 pairs, as numbers: there they are loaded, which costs no registers.
 """
 
@@ -37,7 +37,7 @@ def write_masks(masks, BT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "NT", "sbb"])
 def bwd_dA_kernel(
-    do, e, y, beta, beta_in, nq, nk, table, dv, dbeta, Dq, DqT, Dk, masks,
+    do, e, y, beta, beta_in, nq, nk, table, new, dv, dbeta, Dq, DqT, Dk, masks,
     sdb, sdt, sdh, sdv, sbb, sbt, sbh, T, NT,
     HV: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -70,6 +70,7 @@ def bwd_dA_kernel(
     do += batch.to(tl.int64) * sdb + token * sdt + hv * sdh
     e += pid * BT * VP
     y += pid * BT * VP
+    new += pid * BT * VP
     Pq = tl.zeros((BT, BT), tl.float32)
     Pk = tl.zeros((BT, BT), tl.float32)
     db = tl.zeros((BT,), tl.float32)
@@ -84,12 +85,12 @@ def bwd_dA_kernel(
         db += tl.sum(be * by, 1)
         by *= bb[:, None]
         be *= bb[:, None]
-        tl.store(e + i * VP + vv[None, :], be.to(dt))
+        tl.store(new + i * VP + vv[None, :], be.to(dt))
         tl.store(y + i * VP + vv[None, :], (-by).to(dt))
         tl.store(dv + out_v + vv[None, :], by.to(dv.dtype.element_ty), mask=some)
-        new = tl.trans(be.to(dt))
-        Pq = tl.dot(bo, new, Pq, input_precision=PRECISION)
-        Pk = tl.dot(by.to(dt), new, Pk, input_precision=PRECISION)
+        columns = tl.trans(be.to(dt))
+        Pq = tl.dot(bo, columns, Pq, input_precision=PRECISION)
+        Pk = tl.dot(by.to(dt), columns, Pk, input_precision=PRECISION)
     if SIGMOID:
         logit = tl.load(beta + batch.to(tl.int64) * sbb + (token + r) * sbt + hv * sbh, mask=live, other=0.0).to(
             tl.float32

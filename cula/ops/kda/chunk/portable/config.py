@@ -37,7 +37,7 @@ class Config:
 
 def pow2(n: int, least: int = 16) -> int:
     """The smallest power of two >= n, and >= least."""
-    return max(least, 1 << (n - 1).bit_length())
+    return max(least, 1 << (int(n) - 1).bit_length())
 
 
 def rows_per_chunk(p: KDAProblem) -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from itertools import accumulate
 
 import torch
 
 from cula.host import env
+from cula.host.arch import Target
 from cula.host.errors import NotSplittableError
 from cula.ops.kda.chunk.cp.plan import Plan, Shape, make_plan
-from cula.ops.kda.chunk.portable.config import Config, configure, pow2, rows_per_chunk
+from cula.ops.kda.chunk.portable.config import Config, configure, pow2
 from cula.ops.kda.chunk.portable.delta_h import delta_h_kernel
 from cula.ops.kda.chunk.portable.intra import intra_kernel
 from cula.ops.kda.chunk.portable.merge import merge_kernel
@@ -71,8 +72,11 @@ class Prepared:
     beta: Tensor
     nq: Tensor
     nk: Tensor
-    anchors: Tensor
+    anchors: Tensor | None = None
     G: Tensor | None = None
+
+
+PREPARED = tuple(field.name for field in fields(Prepared))
 
 
 def prepare(
@@ -85,19 +89,18 @@ def prepare(
     keep_G: bool = False,
 ) -> Prepared:
     """Run `intra`; `kept` are the Aqk and M of an earlier run."""
-    n, HV, BT, KP = tiles.count, p.HV, c.BT, c.KP
-    new = partial(torch.empty, dtype=DTYPES[c.dtype], device=x.q.device)
-    kb, qg, kg = (new(n, HV, BT, KP) for _ in range(3))
-    Aqk, M = kept if kept is not None else (new(n, HV, BT, BT), new(n, HV, BT, BT))
-    total = new(n, HV, KP, dtype=torch.float32)
-    beta, nq, nk = (new(n, HV, BT, dtype=torch.float32) for _ in range(3))
-    anchors = new(n, HV, max(1, BT // 16), KP, dtype=torch.float32) if c.bounded else total
+    HV, BT, KP = p.HV, c.BT, c.KP
     keep_G = keep_G or (kept is None and not c.bounded and c.dtype != "fp32")  # the pairs look rows up in it
-    G = new(n, HV, BT, KP, dtype=torch.float32) if keep_G else None
-    if n:
-        intra_kernel[(n * HV,)](
+    given = {} if kept is None else {"Aqk": kept[0], "M": kept[1]}
+    for name, shape, dtype in prepared_shapes(p, c, tiles.count):
+        if name not in given and (name != "G" or keep_G):
+            given[name] = torch.empty(shape, dtype=dtype, device=x.q.device)
+    prep = Prepared(**given)
+    if tiles.count:
+        intra_kernel[(tiles.count * HV,)](
             x.q, x.k, x.g, x.beta, x.q if x.A_log is None else x.A_log, x.q if x.dt_bias is None else x.dt_bias,
-            tiles.table, kb, qg, kg, Aqk, M, total, beta, nq, nk, anchors, total if G is None else G, o,
+            tiles.table, prep.kb, prep.qg, prep.kg, prep.Aqk, prep.M, prep.total, prep.beta, prep.nq, prep.nk,
+            prep.total if prep.anchors is None else prep.anchors, prep.total if prep.G is None else prep.G, o,
             *x.q.stride(), *x.k.stride(), *x.g.stride(), *x.beta.stride(), *o.stride()[1:],
             p.T, tiles.NT, p.scale, p.lower_bound or 0.0,
             HV=HV, G_HEADS=HV // p.H, K=p.K, KP=KP, V=p.V, BT=BT, LEVELS=BT.bit_length() - 1,
@@ -107,7 +110,24 @@ def prepare(
             PACKED=p.packed, BOUNDED=c.bounded, PRODUCTS=kept is None, KEEP_G=keep_G, PRECISION=c.precision,
             INVERSE=c.inverse, num_warps=c.intra.num_warps, num_stages=c.intra.num_stages,
         )  # fmt: skip
-    return Prepared(kb, qg, kg, Aqk, M, total, beta, nq, nk, anchors, G)
+    return prep
+
+
+def prepared_shapes(p: KDAProblem, c: Config, tiles: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """(name, shape, dtype) of the tensors of `Prepared`."""
+    dtype, n = DTYPES[c.dtype], (tiles, p.HV)
+    shapes = [(name, (*n, c.BT, c.KP), dtype) for name in ("kb", "qg", "kg")]
+    shapes += [(name, (*n, c.BT, c.BT), dtype) for name in ("Aqk", "M")]
+    shapes += [("total", (*n, c.KP), torch.float32)]
+    shapes += [(name, (*n, c.BT), torch.float32) for name in ("beta", "nq", "nk")]
+    if c.bounded:
+        shapes += [("anchors", (*n, max(1, c.BT // 16), c.KP), torch.float32)]
+    return [*shapes, ("G", (*n, c.BT, c.KP), torch.float32)]
+
+
+def padded_V(p: KDAProblem, c: Config) -> int:
+    """V in whole blocks of a walk."""
+    return -(-p.V // c.walk.block) * c.walk.block
 
 
 @dataclass
@@ -138,22 +158,36 @@ def run(p: KDAProblem, x: Operands) -> ForwardResult:
 
 def kept(p: KDAProblem) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
     """What a forward under grad saves for the backward: (name, shape, dtype)."""
-    BT = rows_per_chunk(p)
-    tiles = -(-p.T // BT) + p.N if p.packed else p.B * -(-p.T // BT)
-    return [(name, (tiles, p.HV, BT, BT), DTYPES[p.dtype]) for name in ("Aqk", "M")]
+    c = configure(p, Target("cuda"))
+    tiles = -(-p.T // c.BT) + p.N if p.packed else p.B * -(-p.T // c.BT)
+    shapes = prepared_shapes(p, c, tiles)
+    if not keeps_all(p):
+        return [entry for entry in shapes if entry[0] in ("Aqk", "M")]
+    VP, dtype = padded_V(p, c), DTYPES[c.dtype]
+    return [*shapes, ("h", (tiles, p.HV, VP, c.KP), dtype), ("e", (tiles, p.HV, c.BT, VP), dtype)]
+
+
+def keeps_all(p: KDAProblem) -> bool:
+    """Whether the backward gets everything of the forward; in fp16 its tiles would not do (see `configure`)."""
+    return p.grad and p.disable_recompute and p.dtype != "fp16"
 
 
 def _run(p: KDAProblem, x: Operands) -> ForwardResult:
     c = configure(p, x.target)
     tiles = make_tiles(p, x, c.BT)
     o = x.out if x.out is not None else torch.empty_like(x.v, memory_format=torch.contiguous_format)
-    prep = prepare(p, x, tiles, c, o)
+    keep = keeps_all(p)
+    prep = prepare(p, x, tiles, c, o, keep_G=keep)
     final = None
     if p.final_state:
         tail = (p.V, p.K) if p.state_v_first else (p.K, p.V)
         final = torch.empty(p.N, p.HV, *tail, dtype=torch.float32, device=x.q.device)
-    h = None
-    if p.intermediate_states:
+    h = e = None
+    if keep:
+        VP, new = padded_V(p, c), DTYPES[c.dtype]
+        h = torch.empty(tiles.count, p.HV, VP, c.KP, dtype=new, device=x.q.device)
+        e = torch.empty(tiles.count, p.HV, c.BT, VP, dtype=new, device=x.q.device)
+    elif p.intermediate_states:
         tail = (p.V, p.K) if p.state_v_first else (p.K, p.V)
         chunks = tiles.count if not p.packed else sum(-(-n // c.BT) for n in p.lengths)
         h = x.q.new_empty(chunks, p.HV, *tail)
@@ -164,11 +198,14 @@ def _run(p: KDAProblem, x: Operands) -> ForwardResult:
             segments = entry_states(p, x, tiles, c, prep, plan)
         except NotSplittableError:  # auto: whole sequences do as well
             segments = None
-    walk(p, x, tiles, c, prep, o=o, final=final, h=h, segments=segments)
+    walk(p, x, tiles, c, prep, o=o, final=final, h=h, e=e, whole_h=keep, segments=segments)
+    if p.grad:
+        tensors = {**{name: getattr(prep, name) for name in PREPARED}, "h": h, "e": e}
+        saved = Saved("portable", {name: tensors[name] for name, _, _ in kept(p)})
+        return ForwardResult(o, final, None, saved)
     if h is not None:
         h = h.view(p.B, -1, *h.shape[1:])
-    saved = Saved("portable", {"Aqk": prep.Aqk, "M": prep.M}) if p.grad else None
-    return ForwardResult(o, final, h, saved)
+    return ForwardResult(o, final, h)
 
 
 def walk(
@@ -248,7 +285,7 @@ def entry_states(
     q, BV, KP = x.q, c.walk.block, c.KP
     lengths, starts = (p.lengths, x.boundaries[:-1]) if p.packed else ((p.T,) * p.B, (0,) * p.B)
     table, parts = segment_tables(plan, lengths, starts, c.BT, p.packed, q.device)
-    count, VP = table.shape[0], -(-p.V // BV) * BV
+    count, VP = table.shape[0], padded_V(p, c)
     b, state = (torch.empty(count, p.HV, VP, KP, dtype=torch.float32, device=q.device) for _ in range(2))
     P = torch.empty(count, p.HV, KP, KP, dtype=torch.float32, device=q.device)
     pre_scan_kernel[(VP // BV + -(-KP // BV), count * p.HV)](
