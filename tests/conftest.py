@@ -6,6 +6,7 @@ implementation with any stage. Each is a `Subject`, and while the test runs, its
 (`cula.checks.rows`) and its device is torch's default (not for `subject`). Those on a GPU are marked `gpu`.
 A module of CPU tests that name no implementation uses `each_chunk` or `each_prefill`: every row of that stage is
 then what auto prefers.
+Without a GPU Triton's kernels run in its interpreter, which is decided when triton is first imported.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from cula.checks import rows
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _COMMON = {
     "deadline": None,
