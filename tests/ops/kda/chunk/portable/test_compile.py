@@ -1,4 +1,4 @@
-"""The portable chunk kernels compiled for GPUs that are not here: instructions, time, and one kernel for all lengths."""
+"""The portable chunk kernels compiled for GPUs that are not here: instructions, time, no recompile per length."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The portable chunk kernels under Triton's interpreter, through the public functions, against the float64 reference."""
+"""The portable chunk kernels in Triton's interpreter, through the public functions, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -145,7 +145,8 @@ def test_slots_checkpoints_and_null_indices(dtype: torch.dtype) -> None:
         out = serve(
             "kda_prefill", p, cu_seqlens=p.cu_seqlens, state_pool=pool, implementation=name,
             read_indices=torch.tensor([4, -1, 0], dtype=torch.int32),
-            write_indices=torch.tensor([2, 5, -1], dtype=torch.int32), has_initial_state=torch.tensor([True, True, False]),
+            write_indices=torch.tensor([2, 5, -1], dtype=torch.int32),
+            has_initial_state=torch.tensor([True, True, False]),
             checkpoints=rows, checkpoint_every=16, checkpoint_offsets=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
         )  # fmt: skip
         results.append((out, pool, rows))
