@@ -27,7 +27,7 @@ REPEATS = 20
 KERNELS = {
     "intra": ("intra_kernel",),
     "walk": ("delta_h_kernel", "bwd_dhu_kernel", "pre_scan_kernel"),
-    "gradients": ("bwd_dq_kernel", "bwd_dk_kernel"),
+    "gradients": ("bwd_dqk_kernel",),
 }
 
 

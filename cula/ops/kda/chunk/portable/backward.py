@@ -6,8 +6,7 @@ import torch
 
 from cula.ops.kda.chunk.portable.bwd_dA import MASKS, bwd_dA_kernel
 from cula.ops.kda.chunk.portable.bwd_dhu import bwd_dhu_kernel
-from cula.ops.kda.chunk.portable.bwd_dk import bwd_dk_kernel
-from cula.ops.kda.chunk.portable.bwd_dq import bwd_dq_kernel
+from cula.ops.kda.chunk.portable.bwd_dqk import bwd_dqk_kernel
 from cula.ops.kda.chunk.portable.config import Config, configure
 from cula.ops.kda.chunk.portable.forward import (
     DTYPES,
@@ -49,7 +48,7 @@ def _run(p: KDAProblem, x: Operands, saved: Saved | None, do: Tensor, dht: Tenso
         h, e = found["h"], found["e"]
         v_new = torch.empty_like(e)
     else:
-        prep = prepare(p, x, tiles, c, out.v, (found["Aqk"], found["M"]) if found else None, keep_G=True)
+        prep = prepare(p, x, tiles, c, out.v, (found["Aqk"], found["M"]) if found else None, for_gradients=True)
         h, e = torch.empty_like(dh), torch.empty_like(y)
         v_new = e  # in place
         walk(p, x, tiles, c, prep, h=h, e=e, whole_h=True)
@@ -81,7 +80,7 @@ def gradients(
     p: KDAProblem, x: Operands, tiles: Tiles, c: Config, prep: Prepared, do: Tensor, walked: tuple[Tensor, ...],
     out: Gradients,
 ) -> None:  # fmt: skip
-    """Run `bwd_dA`, `bwd_dq`, `bwd_dk` and the sums over value heads and tiles: fills `out`."""
+    """Run `bwd_dA`, `bwd_dqk` and the sums over value heads and tiles: fills `out`."""
     G = p.HV // p.H
     dq, dk = out.q, out.k
     if G > 1:
@@ -92,32 +91,26 @@ def gradients(
         h, dh, e, v_new, y = walked
         VP, BT = h.shape[2], c.BT
         BV, grid = min(c.walk.block, 64), (tiles.count * p.HV,)
-        Dq, DqT, Dk = (torch.empty(tiles.count, p.HV, BT, BT, dtype=h.dtype, device=do.device) for _ in range(3))
-        masks = torch.empty(MASKS, BT, BT, dtype=h.dtype, device=do.device)
+        A, D = (torch.empty(tiles.count, p.HV, BT, BT, dtype=h.dtype, device=do.device) for _ in range(2))
+        if c.bounded:
+            blocks = masks = torch.empty(tiles.count, p.HV, BT, 64, dtype=h.dtype, device=do.device)
+        else:
+            blocks = masks = torch.empty(MASKS, BT, BT, dtype=h.dtype, device=do.device)
         bwd_dA_kernel[grid](
-            do, e, y, x.beta, prep.beta, prep.nq, prep.nk, tiles.table, v_new, out.v, out.beta, Dq, DqT, Dk, masks,
+            do, e, y, x.beta, prep.beta, prep.nq, prep.nk, tiles.table, v_new, out.v, out.beta, A, D, blocks, masks,
             *do.stride(), *x.beta.stride(), p.T, tiles.NT,
             HV=p.HV, V=p.V, VP=VP, BT=BT, BV=BV, SIGMOID=p.beta_sigmoid, DOUBLE=p.neg_eigval,
-            PACKED=p.packed, PRECISION=c.precision, num_warps=4, num_stages=1,
+            PACKED=p.packed, BOUNDED=c.bounded, PRECISION=c.precision, num_warps=4, num_stages=1,
         )  # fmt: skip
-        flags = {
-            "HV": p.HV, "G_HEADS": G, "K": p.K, "KP": c.KP, "VP": VP, "BT": BT, "LEVELS": BT.bit_length() - 1,
-            "BK": c.gradients.block, "BV": BV, "GATE": GATES[p.gate], "HAS_A": x.A_log is not None,
-            "HAS_BIAS": x.dt_bias is not None, "L2NORM": p.l2norm, "PACKED": p.packed, "BOUNDED": c.bounded,
-            "PRECISION": c.precision, "num_warps": c.gradients.num_warps, "num_stages": c.gradients.num_stages,
-        }  # fmt: skip
-        inputs = (x.q, x.k, x.g, x.q if x.A_log is None else x.A_log, x.q if x.dt_bias is None else x.dt_bias)
-        strides = (*x.q.stride(), *x.k.stride(), *x.g.stride())
-        ends = (p.T, tiles.NT, p.lower_bound or 0.0)
-        anchors = prep.total if prep.anchors is None else prep.anchors
-        dG = torch.empty_like(prep.G)
-        bwd_dq_kernel[grid](
-            *inputs, do, tiles.table, prep.nq, anchors, prep.G, h, Dq, masks, dq, dG, *strides, *do.stride(),
-            *ends, V=p.V, **flags,
-        )  # fmt: skip
-        bwd_dk_kernel[grid](
-            *inputs, tiles.table, prep.nk, anchors, prep.G, h, dh, v_new, y, Dk, DqT, masks, dG, dk, out.g, dA,
-            dbias, *strides, *ends, **flags,
+        bwd_dqk_kernel[grid](
+            x.q, x.k, x.g, x.q if x.A_log is None else x.A_log, x.q if x.dt_bias is None else x.dt_bias, do,
+            tiles.table, prep.nq, prep.nk, prep.total if prep.anchors is None else prep.anchors,
+            prep.total if prep.G is None else prep.G, h, dh, v_new, y, A, D, blocks, masks, dq, dk, out.g, dA, dbias,
+            *x.q.stride(), *x.k.stride(), *x.g.stride(), *do.stride(), p.T, tiles.NT, p.lower_bound or 0.0,
+            1.0 / p.scale if p.scale else 0.0, HV=p.HV, G_HEADS=G, K=p.K, KP=c.KP, V=p.V, VP=VP, BT=BT, LEVELS=BT.bit_length() - 1,
+            BK=c.gradients.block, BV=BV, GATE=GATES[p.gate], HAS_A=x.A_log is not None,
+            HAS_BIAS=x.dt_bias is not None, L2NORM=p.l2norm, PACKED=p.packed, BOUNDED=c.bounded,
+            PRECISION=c.precision, num_warps=c.gradients.num_warps, num_stages=c.gradients.num_stages,
         )  # fmt: skip
     if G > 1:
         out.q.copy_(dq.view(p.B, p.T, p.H, G, p.K).sum(3))

@@ -4,9 +4,10 @@ From do and the walks' e and y, with v_new = beta e:
 
     dv = beta y    dbeta = <e, y>    dAqk = tril(do v_new^T)    dAkk = -stril(dv v_new^T)
 
-It writes what `bwd_dq` and `bwd_dk` multiply by, the norms' factors included: Dq = dAqk nq nk, its transpose, and
-Dk = (dAkk nk nk) + its transpose; new gets v_new, y becomes -dv. The first program also writes the masks of the
-pairs, as numbers: there they are loaded, which costs no registers.
+It writes what `bwd_dqk` multiplies by, the norms' factors included: A is Dq = dAqk nq nk below its diagonal and its
+transpose above, D = (dAkk nk nk) + its transpose, and where the gate is BOUNDED their blocks of 16 rows again, each
+half for itself; new gets v_new, y becomes -dv. Elsewhere the first program also writes the masks of the pairs, as
+numbers: there they are loaded, which costs no registers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import triton.language as tl
 from cula.ops.kda.chunk.portable.gate import sigmoid
 from cula.ops.kda.chunk.portable.tiles import find_tile
 
-#: Masks `[MASKS, BT, BT]`: 0-5 the pairs parted at that level, 6 blocks of 16 rows, 7 and 8 below and above diagonals.
-MASKS = 9
+#: Masks `[MASKS, BT, BT]`: the pairs parted at each level.
+MASKS = 6
 
 
 @triton.jit
@@ -26,28 +27,25 @@ def write_masks(masks, BT: tl.constexpr):
     """Fill the table of masks with 1 and 0."""
     i = tl.arange(0, BT)[:, None]
     j = tl.arange(0, BT)[None, :]
-    block = i // 16 == j // 16
     for level in range(0, 6):
         pairs = ((i ^ j) >> level) == 1
         tl.store(masks + level * BT * BT + i * BT + j, pairs.to(masks.dtype.element_ty))
-    tl.store(masks + 6 * BT * BT + i * BT + j, block.to(masks.dtype.element_ty))
-    tl.store(masks + 7 * BT * BT + i * BT + j, (block & (i > j)).to(masks.dtype.element_ty))
-    tl.store(masks + 8 * BT * BT + i * BT + j, (block & (i < j)).to(masks.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["T", "NT", "sbb"])
 def bwd_dA_kernel(
-    do, e, y, beta, beta_in, nq, nk, table, new, dv, dbeta, Dq, DqT, Dk, masks,
+    do, e, y, beta, beta_in, nq, nk, table, new, dv, dbeta, A, D, blocks, masks,
     sdb, sdt, sdh, sdv, sbb, sbt, sbh, T, NT,
     HV: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr,
-    DOUBLE: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    DOUBLE: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """See the module; dv `[B, T, HV, V]`, dbeta `[B, T, HV]`, Dq, DqT, Dk `[tiles, HV, BT, BT]`."""
+    """See the module; dv `[B, T, HV, V]`, dbeta `[B, T, HV]`, A, D `[tiles, HV, BT, BT]`, blocks `[tiles, HV, BT, 64]`."""
     pid = tl.program_id(0).to(tl.int64)
     hv = (pid % HV).to(tl.int32)
     batch, first, count, owner = find_tile(table, (pid // HV).to(tl.int32), T, NT, BT, PACKED)
-    if tl.program_id(0) == 0:
-        write_masks(masks, BT)
+    if not BOUNDED:
+        if tl.program_id(0) == 0:
+            write_masks(masks, BT)
     r = tl.arange(0, BT)
     i = r[:, None]
     j = r[None, :]
@@ -104,7 +102,15 @@ def bwd_dA_kernel(
     col_k = tl.load(nk + pid * BT + r)[None, :]
     Pq = tl.where(i >= j, Pq * row_q * col_k, 0.0).to(dt)
     Pk = tl.where(i > j, -Pk * row_k * col_k, 0.0).to(dt)
-    at = i * BT + j
-    tl.store(Dq + pid * BT * BT + at, Pq)
-    tl.store(DqT + pid * BT * BT + at, tl.trans(Pq))
-    tl.store(Dk + pid * BT * BT + at, Pk + tl.trans(Pk))
+    Pq = tl.where(i >= j, Pq, tl.trans(Pq))
+    Pk += tl.trans(Pk)
+    at = pid * BT * BT + i * BT + j
+    tl.store(A + at, Pq)
+    tl.store(D + at, Pk)
+    if BOUNDED:
+        blocks += pid * BT * 64 + i * 64 + j % 16
+        own = i // 16 == j // 16
+        tl.store(blocks, tl.where(i >= j, Pq, 0.0).to(dt), mask=own)
+        tl.store(blocks + 16, tl.where(i <= j, Pq, 0.0).to(dt), mask=own)
+        tl.store(blocks + 32, tl.where(i > j, Pk, 0.0).to(dt), mask=own)
+        tl.store(blocks + 48, tl.where(i < j, Pk, 0.0).to(dt), mask=own)

@@ -47,6 +47,15 @@ def load_state(
     return tl.load(state + at, mask=held, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def load_v(v, first, count, r, vv, svt, svv, V: tl.constexpr, BV: tl.constexpr):
+    """Rows first + r of v, zeros from the count-th on."""
+    some = (r < count)[:, None]
+    if V % BV != 0:
+        some = some & (vv < V)[None, :]
+    return tl.load(v + first.to(tl.int64) * svt + (r[:, None] * svt + vv[None, :] * svv), mask=some, other=0.0)
+
+
 @triton.jit(do_not_specialize=["T", "NT", "slots_in", "slots_out", "null_index", "ckpt_rows", "ckpt_every"])
 def delta_h_kernel(
     v, kb, qg, kg, Aqk, M, total, beta, sequences,
@@ -82,6 +91,7 @@ def delta_h_kernel(
     chunks = tl.cdiv(length, BT)
     next_beta = tl.zeros((BT,), tl.float32)
     next_decay = tl.zeros((KP,), tl.float32)
+    next_v = load_v(v, first, length, r, vv, svt, svv, V, BV)
     if chunks > 0:
         next_beta = tl.load(beta + (tile.to(tl.int64) * HV + hv) * BT + r)
         next_decay = tl.load(total + (tile.to(tl.int64) * HV + hv) * KP + kk)
@@ -92,14 +102,11 @@ def delta_h_kernel(
         bw = tl.load(kb + pid * BT * KP + (r[:, None] * KP + kk[None, :]))
         bg = tl.load(kg + pid * BT * KP + (r[:, None] * KP + kk[None, :]))
         bm = tl.load(M + pid * BT * BT + (r[:, None] * BT + r[None, :])).to(dt)
-        some = live[:, None]
-        if V % BV != 0:
-            some = some & (vv < V)[None, :]
-        bv = tl.load(v + token * svt + (r[:, None] * svt + vv[None, :] * svv), mask=some, other=0.0)
-        bb, decay = next_beta, next_decay  # loaded a chunk ahead: short loads, long waits
+        bb, decay, bv = next_beta, next_decay, next_v  # loaded a chunk ahead: short loads, long waits
         ahead = pid + tl.where(c + 1 < chunks, HV, 0)
         next_beta = tl.load(beta + ahead * BT + r)
         next_decay = tl.load(total + ahead * KP + kk)
+        next_v = load_v(v, first + (c + 1) * BT, length - (c + 1) * BT, r, vv, svt, svv, V, BV)
         Sb = S.to(dt)
         if KEEP_H:
             h_at = (tile + c).to(tl.int64) * hst + hv * hsh + vv[:, None].to(tl.int64) * hsv + kk[None, :] * hsk
@@ -118,6 +125,9 @@ def delta_h_kernel(
             out = tl.dot(Sb, tl.trans(bq), input_precision=PRECISION)
             out = tl.dot(new, tl.trans(ba), out, input_precision=PRECISION)
             o_at = r[None, :] * sot + vv[:, None] * sov
+            some = live[:, None]
+            if V % BV != 0:
+                some = some & (vv < V)[None, :]
             tl.store(o + token * sot + o_at, out.to(o.dtype.element_ty), mask=tl.trans(some))
         S = tl.dot(new, bg, S * decay[None, :], input_precision=PRECISION)
         if CHECKPOINTS:

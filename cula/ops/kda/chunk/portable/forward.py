@@ -86,11 +86,11 @@ def prepare(
     c: Config,
     o: Tensor,
     kept: tuple[Tensor, Tensor] | None = None,
-    keep_G: bool = False,
+    for_gradients: bool = False,
 ) -> Prepared:
     """Run `intra`; `kept` are the Aqk and M of an earlier run."""
     HV, BT, KP = p.HV, c.BT, c.KP
-    keep_G = keep_G or (kept is None and not c.bounded and c.dtype != "fp32")  # the pairs look rows up in it
+    keep_G = not c.bounded and (for_gradients or (kept is None and c.dtype != "fp32"))  # the pairs look rows up in it
     given = {} if kept is None else {"Aqk": kept[0], "M": kept[1]}
     for name, shape, dtype in prepared_shapes(p, c, tiles.count):
         if name not in given and (name != "G" or keep_G):
@@ -107,7 +107,8 @@ def prepare(
             BK=c.intra.block, BV=min(pow2(p.V), 64),
             GATE=GATES[p.gate], HAS_A=x.A_log is not None, HAS_BIAS=x.dt_bias is not None,
             SIGMOID=p.beta_sigmoid, DOUBLE=p.neg_eigval, L2NORM=p.l2norm,
-            PACKED=p.packed, BOUNDED=c.bounded, PRODUCTS=kept is None, KEEP_G=keep_G, PRECISION=c.precision,
+            PACKED=p.packed, BOUNDED=c.bounded, WHOLE=c.whole, PRODUCTS=kept is None, KEEP_G=keep_G,
+            KEEP_ANCHORS=for_gradients, PRECISION=c.precision,
             INVERSE=c.inverse, num_warps=c.intra.num_warps, num_stages=c.intra.num_stages,
         )  # fmt: skip
     return prep
@@ -121,7 +122,7 @@ def prepared_shapes(p: KDAProblem, c: Config, tiles: int) -> list[tuple[str, tup
     shapes += [("total", (*n, c.KP), torch.float32)]
     shapes += [(name, (*n, c.BT), torch.float32) for name in ("beta", "nq", "nk")]
     if c.bounded:
-        shapes += [("anchors", (*n, max(1, c.BT // 16), c.KP), torch.float32)]
+        return [*shapes, ("anchors", (*n, c.BT // 16, c.KP), torch.float32)]
     return [*shapes, ("G", (*n, c.BT, c.KP), torch.float32)]
 
 
@@ -177,7 +178,7 @@ def _run(p: KDAProblem, x: Operands) -> ForwardResult:
     tiles = make_tiles(p, x, c.BT)
     o = x.out if x.out is not None else torch.empty_like(x.v, memory_format=torch.contiguous_format)
     keep = keeps_all(p)
-    prep = prepare(p, x, tiles, c, o, keep_G=keep)
+    prep = prepare(p, x, tiles, c, o, for_gradients=keep)
     final = None
     if p.final_state:
         tail = (p.V, p.K) if p.state_v_first else (p.K, p.V)

@@ -46,6 +46,17 @@ def sigmoid(x):
 
 
 @triton.jit
+def sigmoid_and_slope(x):
+    """sigmoid(x) and its derivative sigmoid(x) sigmoid(-x)."""
+    e = exp2(tl.minimum(-x * LOG2E, 120.0))
+    if PTX:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [1.0 + e], tl.float32, True, 1)
+    else:
+        y = 1.0 / (1.0 + e)
+    return y, y * (y * e)
+
+
+@triton.jit
 def softplus(x):
     """log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), the series where log would lose digits."""
     e = exp2(-tl.abs(x) * LOG2E)

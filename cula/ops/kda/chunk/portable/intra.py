@@ -12,7 +12,8 @@ nq and nk are the factors that make finished rows of raw q and k: their norms, a
 
 Pairs of rows meet at the middle of the smallest block of 2s rows that parts them: rows of its later half carry
 e^(G_i - G_mid), columns of its earlier half e^(G_mid - G_j), both <= 1 for any gate, and no output depends on later
-gates. Where the gate is bounded by -5 (BOUNDED) blocks of 16 rows are one product, its columns at most e^80.
+gates. Where the gate is bounded by -5 (BOUNDED) blocks of 16 rows are one product, its columns at most e^80. WHOLE
+tiles are one such block: 16 rows, or 32 of normalized q and k.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from cula.ops.kda.chunk.portable.tiles import find_tile
 EPS = tl.constexpr(1e-6)
 #: Bits that centre e^-80 .. 1 and 1 .. e^80, so that neither meets the ends of bf16's range with inputs up to 1e15.
 SHIFT = tl.constexpr(57.0)
+#: The same for 32 rows, e^-160 .. 1 and 1 .. e^160, of q and k that are at most 1.
+WIDE_SHIFT = tl.constexpr(115.0)
 
 
 @triton.jit
@@ -162,10 +165,10 @@ def intra_kernel(
     HV: tl.constexpr, G_HEADS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr, HAS_A: tl.constexpr,
     HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr, L2NORM: tl.constexpr,
-    PACKED: tl.constexpr, BOUNDED: tl.constexpr, PRODUCTS: tl.constexpr,
-    KEEP_G: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    PACKED: tl.constexpr, BOUNDED: tl.constexpr, WHOLE: tl.constexpr, PRODUCTS: tl.constexpr,
+    KEEP_G: tl.constexpr, KEEP_ANCHORS: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """See the module; PRODUCTS False leaves out Aqk and M; KEEP_G stores G."""
+    """See the module; PRODUCTS False leaves out Aqk and M; KEEP_G stores G, KEEP_ANCHORS its rows 15, 31, ..."""
     pid = tl.program_id(0).to(tl.int64)
     hv = (pid % HV).to(tl.int32)
     batch, first, count, owner = find_tile(table, (pid // HV).to(tl.int32), T, NT, BT, PACKED)
@@ -213,9 +216,10 @@ def intra_kernel(
             k_square += tl.sum(bk * bk, 1)
         q_norm = tl.rsqrt(q_square + EPS)
         k_norm = tl.rsqrt(k_square + EPS)
-    q_norm *= scale
-    tl.store(nq + pid * BT + r, q_norm)
+    tl.store(nq + pid * BT + r, q_norm * scale)
     tl.store(nk + pid * BT + r, k_norm)
+    if not WHOLE:
+        q_norm *= scale
     dt = kb.dtype.element_ty
     i = r[:, None]
     j = r[None, :]
@@ -234,35 +238,57 @@ def intra_kernel(
         at = i * KP + kk[None, :]
         if KEEP_G:
             tl.store(G_out + at, G)
-        if BOUNDED:
-            anchor = anchors + kk
-            tl.store(anchor[None, :] + i // 16 * KP, G, mask=i % 16 == 15)
-            tl.debug_barrier()
-            last = tl.load(anchor + (BT // 16 - 1) * KP)
-        else:
-            anchor = G_out + kk
-            tl.debug_barrier()
+        if WHOLE:
             last = tl.sum(x, 0)
-        E = exp2(G)
-        bq = load_rows(q_at, keep, q_norm)
-        tl.store(qg + at, (bq * E).to(dt))
-        bk = load_rows(k_at, keep, k_norm)
-        tl.store(kb + at, (bk * E).to(dt))
-        tl.store(kg + at, (bk * exp2(to_end(x, G, last, BT, dt == tl.float32))).to(dt))
-        tl.store(total + pid * KP + kk, exp2(last))
-        if PRODUCTS:
-            tl.debug_barrier()
+            if KEEP_ANCHORS:
+                tl.store(anchors + kk[None, :] + i // 16 * KP, G, mask=i % 16 == 15)
+            shift: tl.constexpr = SHIFT if BT == 16 else WIDE_SHIFT
+            shifted: tl.constexpr = 2.0**-shift
+            near = exp2(G + shift)
+            rows_q = tl.load(q_at, mask=keep, other=0.0).to(tl.float32) * near * q_norm[:, None]
+            tl.store(qg + at, (rows_q * (scale * shifted)).to(dt))
+            bk = tl.load(k_at, mask=keep, other=0.0).to(tl.float32)
+            rows_k = bk * near * k_norm[:, None]
+            tl.store(kb + at, (rows_k * shifted).to(dt))
+            cols_k = bk * exp2(-G - shift) * k_norm[:, None]
+            tl.store(kg + at, (cols_k * exp2(last + shift)[None, :]).to(dt))
+            tl.store(total + pid * KP + kk, exp2(last))
+            if PRODUCTS:
+                cols = tl.trans(cols_k.to(dt))
+                Pq = tl.dot(rows_q.to(dt), cols, Pq, input_precision=PRECISION)
+                Pk = tl.dot(rows_k.to(dt), cols, Pk, input_precision=PRECISION)
+        else:
             if BOUNDED:
-                Pq, Pk = add_blocks(Pq, Pk, q_at, k_at, keep, q_norm, k_norm, G, anchor, KP, BT, dt)
+                anchor = anchors + kk
+                tl.store(anchor[None, :] + i // 16 * KP, G, mask=i % 16 == 15)
+                tl.debug_barrier()
+                last = tl.load(anchor + (BT // 16 - 1) * KP)
             else:
-                Pq += tl.where(i == j, tl.sum(bq * bk, 1)[:, None], 0.0)
-            for level in range(4 if BOUNDED else 0, LEVELS):
-                Pq, Pk = add_pairs(
-                    Pq, Pk, q_at, k_at, keep, q_norm, k_norm, x, G, anchor, level, KP, BT, dt, BOUNDED,
-                    PRECISION,
-                )  # fmt: skip
+                anchor = G_out + kk
+                tl.debug_barrier()
+                last = tl.sum(x, 0)
+            E = exp2(G)
+            bq = load_rows(q_at, keep, q_norm)
+            tl.store(qg + at, (bq * E).to(dt))
+            bk = load_rows(k_at, keep, k_norm)
+            tl.store(kb + at, (bk * E).to(dt))
+            tl.store(kg + at, (bk * exp2(to_end(x, G, last, BT, dt == tl.float32))).to(dt))
+            tl.store(total + pid * KP + kk, exp2(last))
+            if PRODUCTS:
+                tl.debug_barrier()
+                if BOUNDED:
+                    Pq, Pk = add_blocks(Pq, Pk, q_at, k_at, keep, q_norm, k_norm, G, anchor, KP, BT, dt)
+                else:
+                    Pq += tl.where(i == j, tl.sum(bq * bk, 1)[:, None], 0.0)
+                for level in range(4 if BOUNDED else 0, LEVELS):
+                    Pq, Pk = add_pairs(
+                        Pq, Pk, q_at, k_at, keep, q_norm, k_norm, x, G, anchor, level, KP, BT, dt, BOUNDED,
+                        PRECISION,
+                    )  # fmt: skip
     if PRODUCTS:
         at = i * BT + j
+        if WHOLE:
+            Pq *= scale
         tl.store(Aqk + pid * BT * BT + at, tl.where(i >= j, Pq, 0.0).to(dt))
         Pk = tl.where(i > j, Pk, 0.0)
         tl.store(M + pid * BT * BT + at, delta_inverse(Pk, bb, BT, LEVELS, INVERSE).to(dt))

@@ -47,11 +47,6 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def bounded(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls with lower_bound >= -5 take the BOUNDED path (bf16's, whose products the interpreter cannot do)."""
-    from cula.ops.kda.chunk.portable import backward, config, forward
+    from cula.ops.kda.chunk.portable import config
 
-    def configure(p, t, **options):
-        c = config.configure(p, t, **options)
-        return dataclasses.replace(c, bounded=p.gate == "lower_bound" and p.lower_bound >= -5.0)
-
-    monkeypatch.setattr(forward, "configure", configure)
-    monkeypatch.setattr(backward, "configure", configure)
+    monkeypatch.setattr(config, "is_bounded", lambda p: p.gate == "lower_bound" and p.lower_bound >= -5.0)
