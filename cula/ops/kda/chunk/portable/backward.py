@@ -107,8 +107,8 @@ def gradients(
             tiles.table, prep.nq, prep.nk, prep.total if prep.anchors is None else prep.anchors,
             prep.total if prep.G is None else prep.G, h, dh, v_new, y, A, D, blocks, masks, dq, dk, out.g, dA, dbias,
             *x.q.stride(), *x.k.stride(), *x.g.stride(), *do.stride(), p.T, tiles.NT, p.lower_bound or 0.0,
-            1.0 / p.scale if p.scale else 0.0, HV=p.HV, G_HEADS=G, K=p.K, KP=c.KP, V=p.V, VP=VP, BT=BT, LEVELS=BT.bit_length() - 1,
-            BK=c.gradients.block, BV=BV, GATE=GATES[p.gate], HAS_A=x.A_log is not None,
+            1.0 / p.scale if p.scale else 0.0, HV=p.HV, G_HEADS=G, K=p.K, KP=c.KP, V=p.V, VP=VP, BT=BT,
+            LEVELS=BT.bit_length() - 1, BK=c.gradients.block, BV=BV, GATE=GATES[p.gate], HAS_A=x.A_log is not None,
             HAS_BIAS=x.dt_bias is not None, L2NORM=p.l2norm, PACKED=p.packed, BOUNDED=c.bounded,
             PRECISION=c.precision, num_warps=c.gradients.num_warps, num_stages=c.gradients.num_stages,
         )  # fmt: skip

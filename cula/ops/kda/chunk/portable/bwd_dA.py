@@ -39,11 +39,11 @@ def bwd_dA_kernel(
     HV: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """See the module; dv `[B, T, HV, V]`, dbeta `[B, T, HV]`, A, D `[tiles, HV, BT, BT]`, blocks `[tiles, HV, BT, 64]`."""
+    """See the module; dv `[B, T, HV, V]`, dbeta `[B, T, HV]`; by tile and value head A, D `[BT, BT]`, blocks `[BT, 64]`."""
     pid = tl.program_id(0).to(tl.int64)
     hv = (pid % HV).to(tl.int32)
     batch, first, count, owner = find_tile(table, (pid // HV).to(tl.int32), T, NT, BT, PACKED)
-    if not BOUNDED:
+    if not BOUNDED:  # noqa: SIM102 (a constant: the other is none)
         if tl.program_id(0) == 0:
             write_masks(masks, BT)
     r = tl.arange(0, BT)

@@ -45,7 +45,7 @@ def rows_per_chunk(p: KDAProblem) -> int:
     """Tokens of a chunk: what the call says, or fewer where checkpoints lie between, where K is small, where it pays.
 
     More tokens than key channels make the keys of a chunk dependent, and 16-bit roundings grow: with K = 16, no decay
-    and beta = 1 the error of o is 6.5e-3 at 64 tokens, 4.4e-3 at 16. It pays where 32 rows are one block (`is_bounded`).
+    and beta = 1 the error of o is 6.5e-3 at 64 tokens, 4.4e-3 at 16. It pays where 32 rows are one block: `is_bounded`.
     """
     if p.intermediate_states:
         return p.chunk_size

@@ -163,6 +163,7 @@ def segments() -> None:
 JOBS: dict[str, Callable[[], None]] = {
     "bf16": lambda: call(),
     "bf16_packed": lambda: call(lengths=(70, 0, 1, 129)),
+    "bf16_unbounded": lambda: call(bound=None),
     "fp16": lambda: call(dtype="float16", bound=None),
     "fp32": lambda: call(dtype="float32", bound=None),
     "wide": lambda: call(K=256, V=256, bound=None),

@@ -50,7 +50,9 @@ def test_prefill_over_a_pool_is_the_reference(case: Case) -> None:
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", "sigmoid_full", "sigmoid_bare"])
-@pytest.mark.parametrize(("K", "l2norm", "chunk_size"), [(40, True, 64), (64, True, 16), (64, False, 64), (16, False, 64)])
+@pytest.mark.parametrize(
+    ("K", "l2norm", "chunk_size"), [(40, True, 64), (64, True, 16), (64, False, 64), (16, False, 64)]
+)
 @pytest.mark.usefixtures("bounded")
 def test_blocks_of_rows_of_a_bounded_gate(gate: str, K: int, l2norm: bool, chunk_size: int) -> None:
     """The paths that bf16 takes with lower_bound >= -5, with float32 tiles: whole tiles of 32 and 16 rows, and blocks."""
