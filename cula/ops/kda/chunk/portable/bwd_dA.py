@@ -39,7 +39,7 @@ def bwd_dA_kernel(
     HV: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr,
     DOUBLE: tl.constexpr, PACKED: tl.constexpr, BOUNDED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """See the module; dv `[B, T, HV, V]`, dbeta `[B, T, HV]`; by tile and value head A, D `[BT, BT]`, blocks `[BT, 64]`."""
+    """See the module; dv `[B, T, HV, V]`, dbeta `[B, T, HV]`, a tile's A, D `[BT, BT]`, blocks `[BT, 64]`."""
     pid = tl.program_id(0).to(tl.int64)
     hv = (pid % HV).to(tl.int32)
     batch, first, count, owner = find_tile(table, (pid // HV).to(tl.int32), T, NT, BT, PACKED)

@@ -55,7 +55,7 @@ def test_prefill_over_a_pool_is_the_reference(case: Case) -> None:
 )
 @pytest.mark.usefixtures("bounded")
 def test_blocks_of_rows_of_a_bounded_gate(gate: str, K: int, l2norm: bool, chunk_size: int) -> None:
-    """The paths that bf16 takes with lower_bound >= -5, with float32 tiles: whole tiles of 32 and 16 rows, and blocks."""
+    """The paths that bf16 takes with lower_bound >= -5, in float32: whole tiles of 32 and 16 rows, blocks."""
     p = make(Case(T=70, K=K, V=24, gate=gate, beta="logits", l2norm=l2norm))
     held(p, run_chunk(p, "portable", chunk_size=chunk_size), reference(p))
 
