@@ -239,26 +239,33 @@ class Memory:
     """The bytes of this process that a launch may touch."""
 
     def __init__(self) -> None:
+        self.regions: list[tuple[int, int, Array, int, str]] = []  # start, end, bytes, where those begin, name
         self.starts = np.zeros(0, U64)
-        self.regions: list[tuple[int, int, Array, str]] = []
 
     def add(self, address: int, size: int, name: str = "") -> None:
-        """Allow [address, address + size); whole regions only, one inside another is dropped."""
-        if size == 0 or any(s <= address and address + size <= e for s, e, *_ in self.regions):
+        """Allow [address, address + size); regions that overlap become one."""
+        if size == 0:
             return
-        self.regions = [r for r in self.regions if not (address <= r[0] and r[1] <= address + size)]
-        raw = np.frombuffer((ctypes.c_uint8 * size).from_address(address), U8)
-        self.regions.append((address, address + size, raw, name))
-        self.regions.sort(key=lambda r: r[0])
+        low, high, names, rest = address, address + size, [name], []
+        for region in self.regions:
+            if region[0] < high and low < region[1]:
+                low, high = min(low, region[0]), max(high, region[1])
+                names.append(region[4])
+            else:
+                rest.append(region)
+        origin = low // 16 * 16
+        raw = np.frombuffer((ctypes.c_uint8 * (-(-high // 16) * 16 - origin)).from_address(origin), U8)
+        self.regions = sorted([*rest, (low, high, raw, origin, "/".join(names))], key=lambda x: x[0])
         self.starts = np.array([r[0] for r in self.regions], U64)
 
-    def find(self, low: int, high: int, where: str) -> tuple[int, int, Array, str]:
-        """The region that holds [low, high)."""
+    def find(self, low: int, high: int, where: str) -> tuple[int, int, Array]:
+        """(origin, end, bytes from origin on) of the region that holds [low, high)."""
         k = int(np.searchsorted(self.starts, U64(low), "right")) - 1
         if k < 0 or high > self.regions[k][1]:
-            near = f", {low - self.regions[k][1]} bytes behind the end of {self.regions[k][3]!r}" if k >= 0 else ""
+            near = f", {low - self.regions[k][1]} bytes behind the end of {self.regions[k][4]}" if k >= 0 else ""
             raise Fault(f"no device memory at {low:#x}{near}: {where}")
-        return self.regions[k]
+        _, end, raw, origin, _ = self.regions[k]
+        return origin, end, raw
 
 
 def items(raw: Array, size: int) -> Array:
@@ -320,41 +327,48 @@ class Unit:
                 self.at[:] = -1
         else:
             self.at[m] = target
+        if target < 0:
+            self.batch.left()
 
     def branch(self, m: Array | None, p: Any, target: int, following: int) -> None:
         """Where p is true go on at target, elsewhere at the following block."""
         p = np.broadcast_to(p, (self.n,))
         if m is None:
             if p.all():
-                self.block = target
+                self.goto(None, target)
                 return
             if not p.any():
                 self.block = following
                 return
             self.block = None
             self.at = np.where(p, target, following).astype(np.int64)
+            if target < 0:
+                self.batch.left()
             return
         self.at[m] = np.where(p[m], target, following)
+        if target < 0:
+            self.batch.left()
 
-    def barrier(self, m: Array | None, number: Any, count: Any, following: int, arrive: bool = False) -> None:
-        """Wait for the threads of a barrier."""
-        self.flush_stores()
+    def barrier(self, m: Array | None, number: Any, count: Any, following: int, arrive: bool) -> None:
+        """Arrive at a barrier of the CTA, and wait there for `count` threads (None: for all)."""
         if m is None and self.whole and count is None:
             self.batch.epoch += 1
             self.block = following
             return
-        self.batch.arrive(self, m, int(np.ravel(number)[0]), count, arrive)
         if self.block is not None:
             self.at[:] = self.block
             self.block = None
-        lanes = slice(None) if m is None else m
+        lanes = np.arange(self.n) if m is None else np.nonzero(m)[0]
         self.at[lanes] = following
         if not arrive:
             self.waits[lanes] = True
-            self.batch.release()
-
-    def flush_stores(self) -> None:
-        """Nothing is held back: stores are done at once."""
+        for cta in np.unique(self.cta[lanes]):
+            mine = lanes[self.cta[lanes] == cta]
+            if len(set(np.broadcast_to(number, (self.n,))[mine].tolist())) > 1:
+                raise Unknown("lanes of one warp at unlike barriers")
+            key = (int(cta), int(np.broadcast_to(number, (self.n,))[mine[0]]))
+            need = None if count is None else int(np.broadcast_to(count, (self.n,))[mine[0]])
+            self.batch.arrive(self, key, mine, need, arrive)
 
     # -- memory
 
@@ -375,7 +389,7 @@ class Unit:
         low, high = int(live.min()), int(live.max()) + size * count
         if (live & U64(size * count - 1)).any():
             raise Fault(f"misaligned address: {where}")
-        start, end, raw, _ = self.batch.memory.find(low, low + size * count, where)
+        start, end, raw = self.batch.memory.find(low, low + size * count, where)
         if high <= end:
             at = ((a - U64(start)) >> U64(size.bit_length() - 1)).astype(np.int64)
             if m is not None:
@@ -385,7 +399,7 @@ class Unit:
         out = [np.zeros(self.n, items(raw, size).dtype) for _ in range(count)]
         for lane in np.nonzero(np.ones(self.n, bool) if m is None else m)[0]:
             x = int(a[lane])
-            start, end, raw, _ = self.batch.memory.find(x, x + size * count, where)
+            start, end, raw = self.batch.memory.find(x, x + size * count, where)
             for k in range(count):
                 out[k][lane] = items(raw, size)[(x - start) // size + k]
         return out
@@ -401,7 +415,7 @@ class Unit:
             raise Fault(f"misaligned address: {where}")
         lanes = None if m is None else np.nonzero(m)[0]
         low, high = int(live.min()), int(live.max()) + size * count
-        start, end, raw, _ = self.batch.memory.find(low, low + size * count, where)
+        start, end, raw = self.batch.memory.find(low, low + size * count, where)
         values = [np.broadcast_to(x, (self.n,)) for x in values]
         if high <= end:
             at = ((live - U64(start)) >> U64(size.bit_length() - 1)).astype(np.int64)
@@ -411,7 +425,7 @@ class Unit:
             return
         for lane in range(self.n) if lanes is None else lanes:
             x = int(a[lane])
-            start, end, raw, _ = self.batch.memory.find(x, x + size * count, where)
+            start, end, raw = self.batch.memory.find(x, x + size * count, where)
             for k in range(count):
                 items(raw, size)[(x - start) // size + k] = values[k][lane]
 
@@ -430,21 +444,20 @@ class Unit:
 
     def load_shared(self, a: Any, m: Array | None, size: int, count: int, where: str) -> list[Array]:
         at, m = self.shared(a, m, size * count, where)
-        self.batch.touch(self, at, m, size * count, False, where)
+        if self.batch.races:
+            warp = self.tid // WARP
+            self.batch.read(at if m is None else at[m], size * count, warp if m is None else warp[m], where)
         data = items(self.batch.smem, size)
         at = at // size
         return [data[at + k] for k in range(count)]
 
     def store_shared(self, a: Any, m: Array | None, size: int, values: list[Any], where: str) -> None:
         at, m = self.shared(a, m, size * len(values), where)
-        self.batch.touch(self, at, m, size * len(values), True, where)
-        data = items(self.batch.smem, size)
-        at = at // size
+        rows = np.stack([np.broadcast_to(x, (self.n,)) for x in values], 1)
+        tid = self.tid
         if m is not None:
-            at = at[m]
-        for k, x in enumerate(values):
-            x = np.broadcast_to(x, (self.n,))
-            data[at + k] = x if m is None else x[m]
+            at, rows, tid = at[m], rows[m], tid[m]
+        self.batch.write(at, rows, tid // WARP, where)
 
     # -- copies to shared memory
 
@@ -452,17 +465,18 @@ class Unit:
         """Copy `size` bytes a lane, of which `take` come from memory and the others are zeros."""
         at, m = self.shared(d, m, size, where)
         take = np.broadcast_to(np.int64(size) if take is None else np.asarray(take).astype(np.int64), (self.n,))
-        if ((take != 0) & (take != size)).any():
-            raise Unknown(f"a copy of a part: {where}")
+        part = (take != 0) & (take != size)
+        if (part if m is None else part & m).any():
+            raise Unknown(f"a copy of a part ({sorted(set(take.tolist()))}): {where}")
         want = take > 0 if m is None else m & (take > 0)
         words = self.load_global(a, want, 4, size // 4, where) if size == 4 else self.load_words(a, want, size, where)
         rows = np.zeros((self.n, size // 4), U32)
         if words is not None:
             rows = np.where(want[:, None], np.stack(words, 1), U32(0))
-        self.batch.touch(self, at, m, size, True, where)
+        tid = self.tid
         if m is not None:
-            at, rows = at[m], rows[m]
-        copy = (at // 4, rows)
+            at, rows, tid = at[m], rows[m], tid[m]
+        copy = (at, rows, tid // WARP, where)
         if self.batch.late:
             self.copies.append(copy)
         else:
@@ -471,11 +485,8 @@ class Unit:
     def load_words(self, a: Any, m: Array, size: int, where: str) -> list[Array] | None:
         return self.load_global(a, m, 4, size // 4, where)
 
-    def land(self, copy: tuple[Array, Array]) -> None:
-        at, rows = copy
-        data = items(self.batch.smem, 4)
-        for k in range(rows.shape[1]):
-            data[at + k] = rows[:, k]
+    def land(self, copy: tuple[Array, Array, Array, str]) -> None:
+        self.batch.write(*copy)
 
     def commit(self) -> None:
         self.groups.append(self.copies)
@@ -532,8 +543,12 @@ class Unit:
 
     def load_matrix(self, a: Any, m: Array | None, count: int, turned: bool, where: str) -> list[Array]:
         """ldmatrix of 8 x 8 matrices of 16-bit numbers; m by whole warps."""
-        address, _ = self.matrix_rows(a, m, count, where, False)
+        address, live = self.matrix_rows(a, m, count, where)
         at = address[:, : 8 * count].reshape(-1, count, 8)
+        if self.batch.races:
+            warp = np.repeat(self.tid.reshape(-1, WARP)[:, 0] // WARP, 8 * count)
+            used = np.repeat(live, 8 * count)
+            self.batch.read(at.ravel()[used], 16, warp[used], where)
         data = items(self.batch.smem, 2)
         rows = data[at[..., None] // 2 + np.arange(8)]  # [warps, count, 8, 8]
         if turned:
@@ -543,22 +558,23 @@ class Unit:
 
     def store_matrix(self, a: Any, m: Array | None, values: list[Any], turned: bool, where: str) -> None:
         count = len(values)
-        address, live = self.matrix_rows(a, m, count, where, True)
+        address, live = self.matrix_rows(a, m, count, where)
         at = address[:, : 8 * count].reshape(-1, count, 8)
         pairs = np.stack([self.warps(x) for x in values], 1).reshape(-1, count, 8, 4)
         rows = np.ascontiguousarray(pairs).view(U16).reshape(-1, count, 8, 8)
         if turned:
             rows = rows.swapaxes(2, 3)
-        where_ = at[..., None] // 2 + np.arange(8)
-        items(self.batch.smem, 2)[where_[live]] = rows[live]
+        at, rows = at[live].reshape(-1), np.ascontiguousarray(rows[live]).reshape(-1, 8)
+        warp = self.tid.reshape(-1, WARP)[:, 0] // WARP
+        self.batch.write(at, rows, np.repeat(warp[live], 8 * count), where)
 
-    def matrix_rows(self, a: Any, m: Array | None, count: int, where: str, write: bool) -> tuple[Array, Array]:
+    def matrix_rows(self, a: Any, m: Array | None, count: int, where: str) -> tuple[Array, Array]:
+        """The byte offset of each lane's row, and which warps take part."""
         used = np.tile(np.arange(WARP) < 8 * count, self.n // WARP)
         live = np.ones(self.n // WARP, bool) if m is None else self.warps(m).all(1)
         if m is not None:
             used = used & np.repeat(live, WARP)
         at, _ = self.shared(a, used, 16, where)
-        self.batch.touch(self, at, used, 16, write, where)
         return at.reshape(-1, WARP), live
 
     # -- products
@@ -573,11 +589,15 @@ class Unit:
     def wgmma(self, kind: str, n: int, k: int, d: list[Any], a: Any, b: Any, keep: Any, signs: tuple[int, int],
               turned: tuple[bool, bool], out: list[int], m: Array | None, where: str) -> None:  # fmt: skip
         """wgmma of one k step; d: old accumulators, out: their registers."""
-        if isinstance(a, list):
-            a = [self.warps(x).copy() for x in a]
-        else:
-            a = self.warps(a)[:, 0].copy()
-        b = self.warps(b)[:, 0].copy()
+        first = 0 if m is None else int(np.argmax(self.warps(m)[:, 0]))
+
+        def descriptor(x: Any) -> Array:
+            """One a warp; warps that take no part get another's."""
+            x = self.warps(x)[:, 0]
+            return x.copy() if m is None else np.where(self.warps(m)[:, 0], x, x[first])
+
+        a = [self.warps(x).copy() for x in a] if isinstance(a, list) else descriptor(a)
+        b = descriptor(b)
         keep = self.warps(keep)[:, 0].copy()
         job = (kind, n, k, a, b, keep, signs, turned, out, m, where)
         if self.batch.late:
@@ -592,8 +612,8 @@ class Unit:
             A = fragment_A(a, kind)
         else:
             rows = 16 * (self.tid.reshape(-1, WARP)[:, 0] // WARP % 4)
-            A = self.matrix(a, rows, 16, k, kind, turned[0], where)
-        B = self.matrix(b, np.zeros(len(b), np.int64), n, k, kind, turned[1], where).swapaxes(1, 2)
+            A = self.matrix(a, rows, 16, k, kind, turned[0], m, where)
+        B = self.matrix(b, np.zeros(len(b), np.int64), n, k, kind, turned[1], m, where).swapaxes(1, 2)
         D = product(A, B) * np.float32(signs[0] * signs[1])
         old = fragment_C([self.warps(self.R[x]).view(np.float32) for x in out])
         new = split_C(np.where(keep[:, None, None], old, 0) + D)
@@ -610,7 +630,9 @@ class Unit:
             for job in self.product_groups.pop(0):
                 self.multiply(job)
 
-    def matrix(self, desc: Array, first: Array, rows: int, k: int, kind: str, turned: bool, where: str) -> Array:
+    def matrix(
+        self, desc: Array, first: Array, rows: int, k: int, kind: str, turned: bool, m: Array | None, where: str
+    ) -> Array:  # fmt: skip
         """[warps, rows, k] numbers of a shared-memory operand, from each warp's descriptor."""
         desc = desc.astype(np.int64)
         start, lead, stride = (desc & 0x3FFF) << 4, ((desc >> 16) & 0x3FFF) << 4, ((desc >> 32) & 0x3FFF) << 4
@@ -637,9 +659,12 @@ class Unit:
         at = at ^ (((at >> 7) & (width - 1)) << 4)
         low, high = int(at.min()), int(at.max()) + size
         if low < BASE or high > BASE + self.batch.bytes:
-            raise Fault(f"a matrix outside shared memory: {where}")
+            raise Fault(f"a matrix outside shared memory ({low}..{high} of {self.batch.bytes}): {where}")
         at = at + self.base.reshape(-1, WARP)[:, 0][:, None, None]
-        self.batch.touch_matrix(self, at, size, where)
+        if self.batch.races:
+            live = slice(None) if m is None else self.warps(m)[:, 0]
+            warp = np.broadcast_to((self.tid.reshape(-1, WARP)[:, 0] // WARP)[:, None, None], at.shape)
+            self.batch.read(at[live].ravel(), size, warp[live].ravel(), where)
         return numbers(items(self.batch.smem, size)[at // size], kind)
 
 
@@ -699,56 +724,75 @@ class Batch:
         self.bytes = max(16, -(-shared // 16) * 16)
         self.ctas = ctas  # [C, 3]
         self.smem = np.full(len(ctas) * self.bytes, 0xFF, U8)
-        self.epoch = 1
+        self.epoch = np.ones(len(ctas), np.int32)
+        self.barriers: dict[tuple[int, int], list[Any]] = {}
+        self.units: list[Unit] = []
         self.paused = False
         self.count_products = 0
         if races:
             cells = len(self.smem) // 2
             self.wrote = np.zeros((2, cells), np.int32)  # epoch, warp
-            self.read = np.zeros((2, cells), np.int32)  # epoch, warp (-1: several)
+            self.seen = np.zeros((2, cells), np.int32)  # epoch, warp (-1: several)
 
-    def touch(self, unit: Unit, at: Array, m: Array | None, size: int, write: bool, where: str) -> None:
-        """Note an access of `size` bytes a lane; a fault where another warp met them since the last barrier."""
+    def write(self, at: Array, rows: Array, warp: Array, where: str) -> None:
+        """Store rows of numbers at byte offsets; a fault where two warps meet, unless it leaves the bytes as they are."""
+        size = rows.dtype.itemsize
+        data = items(self.smem, size)
+        cells = (at // size)[:, None] + np.arange(rows.shape[1])
         if not self.races:
+            data[cells] = rows
             return
-        warp = unit.tid // WARP + 1
-        if m is not None:
-            at, warp = at[m], warp[m]
+        changed = data[cells] != rows
+        data[cells] = rows
+        if (data[cells] != rows).any():
+            raise Fault(f"two lanes write one place of shared memory: {where}")
+        parts = max(1, size // 2)
+        halves = ((cells * size)[..., None] // 2 + np.arange(parts)).reshape(len(at), -1)
+        changed = np.repeat(changed, parts, 1)
+        warp = np.broadcast_to(warp[:, None], halves.shape)
+        epoch = self.epoch[halves * 2 // self.bytes]
+        for table in (self.wrote, self.seen):
+            if (changed & (table[0][halves] == epoch) & (table[1][halves] != warp)).any():
+                raise Fault(f"two warps meet in shared memory, no barrier between: {where}")
+        self.wrote[0][halves[changed]] = epoch[changed]
+        self.wrote[1][halves[changed]] = warp[changed]
+
+    def read(self, at: Array, size: int, warp: Array, where: str) -> None:
+        """Note loads of `size` bytes at byte offsets; a fault where another warp wrote them since the last barrier."""
         cells = (at // 2)[:, None] + np.arange(max(1, size // 2))
-        self.meet(cells.ravel(), np.repeat(warp, cells.shape[1]), write, where)
-
-    def touch_matrix(self, unit: Unit, at: Array, size: int, where: str) -> None:
-        if not self.races:
-            return
-        warp = np.broadcast_to((unit.tid.reshape(-1, WARP)[:, 0] // WARP + 1)[:, None, None], at.shape).ravel()
-        at = at.ravel()
-        for part in range(0, size, 2):
-            self.meet((at + part) // 2, warp, False, where)
-
-    def meet(self, cells: Array, warp: Array, write: bool, where: str) -> None:
-        clash = (self.wrote[0][cells] == self.epoch) & (self.wrote[1][cells] != warp)
-        if write:
-            clash |= (self.read[0][cells] == self.epoch) & (self.read[1][cells] != warp)
-        if clash.any():
+        warp = np.broadcast_to(warp[:, None], cells.shape)
+        epoch = self.epoch[cells * 2 // self.bytes]
+        if ((self.wrote[0][cells] == epoch) & (self.wrote[1][cells] != warp)).any():
             raise Fault(f"two warps meet in shared memory, no barrier between: {where}")
-        table = self.wrote if write else self.read
-        if write:
-            table[0][cells] = self.epoch
-            table[1][cells] = warp
-            if (table[1][cells] != warp).any():
-                raise Fault(f"two warps write one place of shared memory: {where}")
+        several = (self.seen[0][cells] == epoch) & (self.seen[1][cells] != warp)
+        self.seen[0][cells] = epoch
+        self.seen[1][cells] = np.where(several, -1, warp)
+        self.seen[1][cells[self.seen[1][cells] != warp]] = -1
+
+    def arrive(self, unit: Unit, key: tuple[int, int], lanes: Array, need: int | None, arrive: bool) -> None:
+        """Count threads at barrier key (CTA, number); let them go when all are there."""
+        held = self.barriers.setdefault(key, [0, [], None])
+        held[0] += len(lanes)
+        held[2] = need
+        if not arrive:
+            held[1].append((unit, lanes))
+        self.settle(key)
+
+    def settle(self, key: tuple[int, int]) -> None:
+        count, waiting, need = self.barriers[key]
+        if need is None:
+            need = sum(int(((u.cta == key[0]) & (u.at >= 0)).sum()) for u in self.units)
+        if count < need:
             return
-        several = (table[0][cells] == self.epoch) & (table[1][cells] != warp)
-        table[0][cells] = self.epoch
-        table[1][cells] = np.where(several, -1, warp)
-        differ = table[1][cells] != np.where(several, -1, warp)
-        table[1][cells[differ]] = -1
+        del self.barriers[key]
+        for unit, lanes in waiting:
+            unit.waits[lanes] = False
+        self.epoch[key[0]] += 1
 
-    def arrive(self, unit: Unit, m: Array | None, number: int, count: Any, arrive: bool) -> None:
-        raise Unknown("a barrier of a part of the CTA")
-
-    def release(self) -> None:
-        raise Unknown("a barrier of a part of the CTA")
+    def left(self) -> None:
+        """Threads have ended: a barrier of all threads waits for the others only."""
+        for key in list(self.barriers):
+            self.settle(key)
 
 
 class Kernel:
@@ -794,14 +838,14 @@ class Kernel:
                 ctas = np.stack([flat % size[0], flat // size[0] % size[1], flat // (size[0] * size[1])], 1)
                 batch = Batch(self, memory, ctas, shared, late, races)
                 cta, tid = (x.ravel() for x in np.divmod(np.arange(len(flat) * threads), threads))
-                units = [Unit(batch, cta, tid, True)]
-                self.play(batch, units)
+                batch.units = [Unit(batch, cta, tid, True)]
+                self.play(batch)
                 done += batch.count_products
         return done
 
-    def play(self, batch: Batch, units: list[Unit]) -> None:
+    def play(self, batch: Batch) -> None:
         """Run all units to their end."""
-        alive = list(units)
+        alive = list(batch.units)
         while alive:
             did = False
             for unit in alive:

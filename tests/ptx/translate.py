@@ -317,7 +317,7 @@ class Translator:
 
     def translate(self, x: Instruction, block: Block, last: bool) -> bool:
         """Emit the source of an instruction; whether it says where lanes go on."""
-        parts = x.op.rstrip(";").split(".")
+        parts = x.op.replace("shared::cta", "shared").split(".")
         head = parts[0]
         method = getattr(self, f"op_{head}", None)
         if method is None:

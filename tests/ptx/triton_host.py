@@ -16,6 +16,13 @@ from tests.ptx.machine import Kernel, Memory
 kernels: dict[str, Kernel] = {}
 
 
+def extent(x: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to behind its last."""
+    if x.numel() == 0:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))) * x.element_size()
+
+
 class Runs:
     """Every launch inside `with Runs("sm90"):` compiles for that architecture and runs on numpy."""
 
@@ -58,8 +65,7 @@ class Runs:
                 continue
             value = given[name]
             if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
-                memory.add(storage.data_ptr(), storage.nbytes(), name)
+                memory.add(value.data_ptr(), extent(value), name)
                 value = value.data_ptr()
             elif isinstance(value, float):
                 value = torch.tensor(value, dtype=torch.float32).view(torch.int32).item()
