@@ -53,6 +53,15 @@ _FUNCTIONS = {
 _CPU = {"each_chunk": "chunk_kda", "each_prefill": "kda_prefill"}
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `long` run where they are asked for: by a marker expression, or in the fuzz profile."""
+    if config.option.markexpr or os.environ.get("HYPOTHESIS_PROFILE") == "fuzz":
+        return
+    apart = [x for x in items if x.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=apart)
+    items[:] = [x for x in items if x not in apart]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for fixture in metafunc.fixturenames:
         if fixture not in ("subject", *_FUNCTIONS, *_CPU):

@@ -83,9 +83,7 @@ def parse(text: str, entry: str | None = None) -> Program:
     text = re.sub(r"//[^\n]*", "", text)
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
     text = text.split(".section", 1)[0]
-    head = re.search(
-        r"\.entry\s+" + (re.escape(entry) if entry else r"([\w$]+)") + r"\s*\(([^)]*)\)([^{]*)\{", text
-    )
+    head = re.search(r"\.entry\s+" + (re.escape(entry) if entry else r"([\w$]+)") + r"\s*\(([^)]*)\)([^{]*)\{", text)
     if head is None:
         raise Unknown("no entry function")
     name = entry or head.group(1)
@@ -735,7 +733,7 @@ class Batch:
             self.seen = np.zeros((2, cells), np.int32)  # epoch, warp (-1: several)
 
     def write(self, at: Array, rows: Array, warp: Array, where: str) -> None:
-        """Store rows of numbers at byte offsets; a fault where two warps meet, unless it leaves the bytes as they are."""
+        """Store rows of numbers at byte offsets; a fault where warps meet, unless it leaves the bytes as they are."""
         size = rows.dtype.itemsize
         data = items(self.smem, size)
         cells = (at // size)[:, None] + np.arange(rows.shape[1])

@@ -15,7 +15,8 @@ STORAGE = {"pred": "bool_", "b8": "uint8", "b16": "uint16", "b32": "uint32", "b6
 TINY = np.float32(2.0**-126)
 #: numpy's type of a PTX type; bf16 has none.
 TYPES = {
-    "u8": np.uint8, "s8": np.int8, "b8": np.uint8, "u16": np.uint16, "s16": np.int16, "b16": np.uint16, "f16": np.float16,
+    "u8": np.uint8, "s8": np.int8, "b8": np.uint8, "u16": np.uint16, "s16": np.int16, "b16": np.uint16,
+    "f16": np.float16,
     "u32": np.uint32, "s32": np.int32, "b32": np.uint32, "f32": np.float32, "u64": np.uint64, "s64": np.int64,
     "b64": np.uint64, "f64": np.float64, "bf16": np.uint16, "f16x2": np.uint32, "bf16x2": np.uint32, "tf32": np.uint32,
 }  # fmt: skip
@@ -160,8 +161,8 @@ def funnel(low: Any, high: Any, n: Any, left: bool, clamp: bool) -> Any:
 
 
 NAMESPACE: dict[str, Any] = {
-    "np": np, "where": np.where, "flush": flush, "fma": fma, "to_bf16": to_bf16, "from_bf16": from_bf16, "to_tf32": to_tf32,
-    "pair": pair, "halves": halves, "shl": shl, "shr": shr, "bfe": bfe, "bfi": bfi, "prmt": prmt, "lop3": lop3,
+    "np": np, "where": np.where, "flush": flush, "fma": fma, "to_bf16": to_bf16, "from_bf16": from_bf16,
+    "to_tf32": to_tf32, "pair": pair, "halves": halves, "shl": shl, "shr": shr, "bfe": bfe, "bfi": bfi, "prmt": prmt, "lop3": lop3,
     "mul_hi": mul_hi, "quotient": quotient, "popc": popc, "clz": clz, "funnel": funnel,
     **{f"N_{name}": np.dtype(kind).type for name, kind in TYPES.items()},
 }  # fmt: skip
@@ -301,7 +302,7 @@ class Translator:
         kind = "u64" if wide else "u32"
         match = re.fullmatch(r"(.+?)\s*\+\s*(-?(?:0x)?[0-9A-Fa-f]+)", inner)
         base, more = (match.group(1), int(match.group(2), 0)) if match else (inner, 0)
-        base = self.value(base, kind) if base not in self.index else self.value(base, kind)
+        base = self.value(base, kind)
         if not more:
             return base
         return f"({base} + {self.constant(TYPES[kind](more % (1 << bits(kind))))})"
@@ -665,9 +666,7 @@ class Translator:
         if space not in ("shared", "global"):
             raise Unknown(x.text)
         where = self.address(a[0], True if space == "global" else self.is_wide(a[0]))
-        self.emit(
-            f"u.store_{space}({where}, {self.mask(guard)}, {size}, [{', '.join(values)}], {self.says(x)})"
-        )
+        self.emit(f"u.store_{space}({where}, {self.mask(guard)}, {size}, [{', '.join(values)}], {self.says(x)})")
 
     def op_cp(self, x, parts, a, guard):
         if parts[1:3] == ["async", "commit_group"]:
@@ -689,8 +688,8 @@ class Translator:
         names = self.vector(a[0])
         keep = self.temp()
         self.emit(
-            f"{keep} = u.load_matrix({self.address(a[1], False)}, {self.mask(guard)}, {len(names)}, {'trans' in parts}, "
-            f"{self.says(x)})"
+            f"{keep} = u.load_matrix({self.address(a[1], False)}, {self.mask(guard)}, {len(names)}, "
+            f"{'trans' in parts}, {self.says(x)})"
         )
         for k, name in enumerate(names):
             self.set(name, f"{keep}[{k}]", "b32", guard)
@@ -698,7 +697,8 @@ class Translator:
     def op_stmatrix(self, x, parts, a, guard):
         values = ", ".join(self.value(y, "b32") for y in self.vector(a[1]))
         self.emit(
-            f"u.store_matrix({self.address(a[0], False)}, {self.mask(guard)}, [{values}], {'trans' in parts}, {self.says(x)})"
+            f"u.store_matrix({self.address(a[0], False)}, {self.mask(guard)}, [{values}], {'trans' in parts}, "
+            f"{self.says(x)})"
         )
 
     # -- across lanes

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -24,7 +25,10 @@ def extent(x: torch.Tensor) -> int:
 
 
 class Runs:
-    """Every launch inside `with Runs("sm90"):` compiles for that architecture and runs on numpy."""
+    """Every launch inside `with Runs("sm90"):` compiles for that architecture and runs on numpy.
+
+    Triton's cache must be this process's own: what it holds afterwards has PTX and no machine code.
+    """
 
     def __init__(self, arch: str, **options: Any) -> None:
         self.arch, self.options = arch, options
@@ -33,6 +37,7 @@ class Runs:
     def __enter__(self) -> Runs:
         number = int(self.arch[2:])
         self.before, self.getitem = driver._active, JITFunction.__getitem__
+        self.assemble, CUDABackend.make_cubin = CUDABackend.make_cubin, lambda *args: b""  # PTX is all it takes
         driver.set_active(
             SimpleNamespace(
                 get_current_target=lambda: GPUTarget("cuda", number, 32),
@@ -48,6 +53,7 @@ class Runs:
 
     def __exit__(self, *error: object) -> None:
         JITFunction.__getitem__ = self.getitem
+        CUDABackend.make_cubin = self.assemble
         driver._active = self.before
 
     def launch(self, function: JITFunction, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -1,10 +1,10 @@
 """Run the chunk kernels' PTX of an architecture that need not be there, by the host code that a GPU would run.
 
-    TRITON_INTERPRET=0 python run_ptx.py ARCH JOB...
+    TRITON_INTERPRET=0 python run_ptx.py ARCH JOB... [--early]
 
 Prints one JSON object: {job: {"found", "limit": {quantity: error}, "products": {kernel: tensor-core instructions}}}.
 Shared memory that two warps touch without a barrier between, addresses outside a tensor and unaligned ones are errors;
-asynchronous copies and products land as late as the program allows.
+asynchronous copies and products land as late as the program allows, or at once with --early.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ JOBS: dict[str, tuple[Any, Case, dict[str, Any]]] = {
     "finished": (run_chunk, Case(T=66, K=128, V=64, dtype="bf16", gate="channels", l2norm=True), {"chunk_size": 32}),
     "fp16": (run_chunk, Case(T=70, K=64, V=64, dtype="fp16", gate="softplus", l2norm=True), {}),
     "fp32": (run_chunk, Case(T=70, K=64, V=64, gate="mild", l2norm=True), {}),
+    "wide": (run_chunk, Case(T=40, K=256, V=64, dtype="bf16", gate="sigmoid", l2norm=True), {}),
     "pool": (
         run_prefill, Case(T=70, K=128, V=128, dtype="bf16", gate="sigmoid", beta="logits", l2norm=True), {},
     ),
@@ -44,11 +45,11 @@ JOBS: dict[str, tuple[Any, Case, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def run(arch: str, name: str) -> dict[str, Any]:
+def run(arch: str, name: str, late: bool = True) -> dict[str, Any]:
     """One job: its errors against the float64 reference, what they may be, and the products that ran."""
     function, case, options = JOBS[name]
     p = make(case)
-    with Runs(arch, races=True) as runs:
+    with Runs(arch, races=True, late=late) as runs:
         got = function(p, "portable", **options)
     truth = reference(p, gradients=function is run_chunk)
     return {"found": errors(p, got, truth), "limit": limits(p, got), "products": runs.launches}
@@ -56,10 +57,12 @@ def run(arch: str, name: str) -> dict[str, Any]:
 
 def main() -> None:
     arch, *names = sys.argv[1:]
+    late = "--early" not in names
+    names = [name for name in names if name != "--early"]
     target = parse_target(arch)
     problem.target_of = lambda device: target
     torch.set_num_threads(1)
-    print(json.dumps({name: run(arch, name) for name in names}))
+    print(json.dumps({name: run(arch, name, late) for name in names}))
 
 
 if __name__ == "__main__":
