@@ -162,8 +162,8 @@ def funnel(low: Any, high: Any, n: Any, left: bool, clamp: bool) -> Any:
 
 NAMESPACE: dict[str, Any] = {
     "np": np, "where": np.where, "flush": flush, "fma": fma, "to_bf16": to_bf16, "from_bf16": from_bf16,
-    "to_tf32": to_tf32, "pair": pair, "halves": halves, "shl": shl, "shr": shr, "bfe": bfe, "bfi": bfi, "prmt": prmt, "lop3": lop3,
-    "mul_hi": mul_hi, "quotient": quotient, "popc": popc, "clz": clz, "funnel": funnel,
+    "to_tf32": to_tf32, "pair": pair, "halves": halves, "shl": shl, "shr": shr, "bfe": bfe, "bfi": bfi,
+    "prmt": prmt, "lop3": lop3, "mul_hi": mul_hi, "quotient": quotient, "popc": popc, "clz": clz, "funnel": funnel,
     **{f"N_{name}": np.dtype(kind).type for name, kind in TYPES.items()},
 }  # fmt: skip
 
