@@ -298,7 +298,9 @@ class Unit:
         """Go on until every lane waits or has left; whether anything was done."""
         did = False
         kernel = self.batch.kernel
-        while True:
+        left = self.batch.patience
+        while left:
+            left -= 1
             if self.block is not None:
                 b, m = self.block, None
             else:
@@ -311,11 +313,12 @@ class Unit:
                     self.block, m = b, None
             if b < 0:
                 return did
-            did = True
             kernel.block(b, m is not None)(self, self.R, m)
-            if self.batch.paused:
+            if self.batch.paused:  # it looked at an mbarrier, in vain
                 self.batch.paused = False
                 return did
+            did = True
+        return did
 
     def goto(self, m: Array | None, target: int) -> None:
         """Lanes m go on at a block; -1: they have left."""
@@ -500,6 +503,52 @@ class Unit:
         self.commit()
         self.wait_copies(0)
 
+    # -- mbarriers
+
+    def spots(self, a: Any, m: Array | None) -> list[tuple[int, int]]:
+        """(CTA, address) of each lane that asks."""
+        a, m = self.address(a, m)
+        lanes = range(self.n) if m is None else np.nonzero(m)[0]
+        return [(int(self.cta[k]), int(a[k])) for k in lanes]
+
+    def init_arrivals(self, a: Any, m: Array | None, count: Any) -> None:
+        count = np.broadcast_to(count, (self.n,))
+        for k, spot in enumerate(self.spots(a, m)):
+            self.batch.arrivals[spot] = [int(count[k]), int(count[k]), 0]
+
+    def arrive_at(self, a: Any, m: Array | None, where: str) -> None:
+        for spot in self.spots(a, m):
+            if spot not in self.batch.arrivals:
+                raise Fault(f"no mbarrier at {spot[1] - BASE}: {where}")
+            state = self.batch.arrivals[spot]
+            state[1] -= 1
+            if state[1] == 0:
+                state[1] = state[0]
+                state[2] += 1
+
+    def try_wait(self, a: Any, m: Array | None, parity: Any, where: str) -> Array:
+        """Whether the phase of this parity is over."""
+        a, parity = np.broadcast_to(a, (self.n,)), np.broadcast_to(parity, (self.n,))
+        done = np.ones(self.n, bool)
+        for k in range(self.n) if m is None else np.nonzero(m)[0]:
+            spot = (int(self.cta[k]), int(a[k]))
+            if spot not in self.batch.arrivals:
+                raise Fault(f"no mbarrier at {spot[1] - BASE}: {where}")
+            done[k] = self.batch.arrivals[spot][2] % 2 != int(parity[k]) % 2
+        self.batch.paused = not done.all()
+        return done
+
+    def turn_matrix(self, x: Any) -> Array:
+        """movmatrix of 8 x 8 numbers of 16 bits."""
+        rows = np.ascontiguousarray(self.warps(x)).view(U16).reshape(-1, 8, 8).swapaxes(1, 2)
+        return np.ascontiguousarray(rows).view(U32).ravel()
+
+    def show(self, m: Array | None) -> None:
+        """fence.proxy.async: what this unit's warps wrote may be read by products."""
+        if self.batch.unseen is not None:
+            for warp in np.unique(self.tid // WARP):
+                self.batch.unseen[self.batch.unseen == warp + 1] = 0
+
     # -- between the lanes of a warp
 
     def warps(self, x: Any) -> Array:
@@ -659,6 +708,10 @@ class Unit:
         if low < BASE or high > BASE + self.batch.bytes:
             raise Fault(f"a matrix outside shared memory ({low}..{high} of {self.batch.bytes}): {where}")
         at = at + self.base.reshape(-1, WARP)[:, 0][:, None, None]
+        if self.batch.unseen is not None:
+            live = slice(None) if m is None else self.warps(m)[:, 0]
+            if self.batch.unseen[at[live] // 2].any():
+                raise Fault(f"a product reads what was stored without fence.proxy.async: {where}")
         if self.batch.races:
             live = slice(None) if m is None else self.warps(m)[:, 0]
             warp = np.broadcast_to((self.tid.reshape(-1, WARP)[:, 0] // WARP)[:, None, None], at.shape)
@@ -726,6 +779,9 @@ class Batch:
         self.barriers: dict[tuple[int, int], list[Any]] = {}
         self.units: list[Unit] = []
         self.paused = False
+        self.patience = 1 << 60  # blocks that a unit runs before another's turn
+        self.arrivals: dict[tuple[int, int], list[int]] = {}  # mbarrier -> count, still expected, phase
+        self.unseen = np.zeros(len(self.smem) // 2, np.int16) if late else None
         self.count_products = 0
         if races:
             cells = len(self.smem) // 2
@@ -737,6 +793,8 @@ class Batch:
         size = rows.dtype.itemsize
         data = items(self.smem, size)
         cells = (at // size)[:, None] + np.arange(rows.shape[1])
+        if self.unseen is not None:
+            self.unseen[((cells * size)[..., None] + np.arange(0, size, 2)) // 2] = warp[:, None, None] + 1
         if not self.races:
             data[cells] = rows
             return
@@ -814,9 +872,12 @@ class Kernel:
 
     def run(
         self, grid: tuple[int, ...], threads: int, args: list[int | bytes], memory: Memory, *, shared: int = 0,
-        late: bool = True, races: bool = False, only: list[int] | None = None,
+        late: bool = True, races: bool = False, only: list[int] | None = None, warps: int | None = None,
     ) -> int:  # fmt: skip
-        """Run every CTA of a grid; args: an integer (its low bytes) or bytes for each parameter. Number of products."""
+        """Run every CTA of a grid; args: an integer (its low bytes) or bytes for each parameter. Number of products.
+
+        warps: a seed; then each warp goes its own way, in an order drawn from the seed, and may use mbarriers.
+        """
         size = (*grid, 1, 1)[:3]
         offsets = self.program.offsets
         params = b""
@@ -827,7 +888,8 @@ class Kernel:
         self.grid, self.threads = size, threads
         total = size[0] * size[1] * size[2]
         every = np.arange(total) if only is None else np.asarray(only)
-        step = max(1, LANES // threads)
+        step = 1 if warps is not None else max(1, LANES // threads)
+        draw = None if warps is None else np.random.default_rng(warps)
         done = 0
         shared = max(shared, self.program.static_shared)
         with np.errstate(all="ignore"):
@@ -836,21 +898,31 @@ class Kernel:
                 ctas = np.stack([flat % size[0], flat // size[0] % size[1], flat // (size[0] * size[1])], 1)
                 batch = Batch(self, memory, ctas, shared, late, races)
                 cta, tid = (x.ravel() for x in np.divmod(np.arange(len(flat) * threads), threads))
-                batch.units = [Unit(batch, cta, tid, True)]
-                self.play(batch)
+                if warps is None:
+                    batch.units = [Unit(batch, cta, tid, True)]
+                else:
+                    batch.units = [Unit(batch, c, t, False) for c, t in zip(by_warp(cta), by_warp(tid), strict=True)]
+                self.play(batch, draw)
                 done += batch.count_products
         return done
 
-    def play(self, batch: Batch) -> None:
+    def play(self, batch: Batch, draw: Any) -> None:
         """Run all units to their end."""
         alive = list(batch.units)
         while alive:
             did = False
+            if draw is not None:
+                draw.shuffle(alive)
+                batch.patience = int(draw.integers(1, 40))
             for unit in alive:
                 did |= unit.run()
             alive = [u for u in alive if (u.at >= 0).any()]
             if alive and not did:
                 raise Fault(f"{self.program.name}: every thread waits")
+
+
+def by_warp(x: Array) -> Array:
+    return x.reshape(-1, WARP)
 
 
 KINDS_ZERO = {

@@ -781,8 +781,24 @@ class Translator:
 
     op_barrier = op_bar
 
+    def op_mbarrier(self, x, parts, a, guard):
+        if parts[1] == "init":
+            self.emit(f"u.init_arrivals({self.address(a[0], False)}, {self.mask(guard)}, {self.value(a[1], 'u32')})")
+        elif parts[1] == "arrive" and len(a) == 2 and len(parts) == 4:
+            self.emit(f"u.arrive_at({self.address(a[1], False)}, {self.mask(guard)}, {self.says(x)})")
+        elif parts[1:3] == ["try_wait", "parity"]:
+            where = self.address(a[1], False)
+            done = f"u.try_wait({where}, {self.mask(guard)}, {self.value(a[2], 'u32')}, {self.says(x)})"
+            self.set(a[0], done, "pred", guard)
+        else:
+            raise Unknown(x.text)
+
+    def op_movmatrix(self, x, parts, a, guard):
+        self.set(a[0], f"u.turn_matrix({self.value(a[1], 'b32')})", "b32", guard)
+
     def op_fence(self, x, parts, a, guard):
-        return
+        if parts[1:3] == ["proxy", "async"]:
+            self.emit(f"u.show({self.mask(guard)})")
 
     op_membar = op_fence
     op_griddepcontrol = op_fence

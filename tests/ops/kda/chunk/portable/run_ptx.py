@@ -37,7 +37,7 @@ JOBS: dict[str, tuple[Any, Case, dict[str, Any]]] = {
     "finished": (run_chunk, Case(T=66, K=128, V=64, dtype="bf16", gate="channels", l2norm=True), {"chunk_size": 32}),
     "fp16": (run_chunk, Case(T=70, K=64, V=64, dtype="fp16", gate="softplus", l2norm=True), {}),
     "fp32": (run_chunk, Case(T=70, K=64, V=64, gate="mild", l2norm=True), {}),
-    "wide": (run_chunk, Case(T=40, K=256, V=64, dtype="bf16", gate="sigmoid", l2norm=True), {}),
+    "wide": (run_chunk, Case(T=40, H=2, HV=2, K=256, V=64, dtype="bf16", gate="sigmoid", l2norm=True), {}),
     "pool": (
         run_prefill, Case(T=70, K=128, V=128, dtype="bf16", gate="sigmoid", beta="logits", l2norm=True), {},
     ),

@@ -31,7 +31,8 @@ def held(arch: str, jobs: tuple[str, ...], cache: Path, *options: str) -> None:
     assert set(results) == set(jobs)
     for job, result in results.items():
         found, limit = result["found"], result["limit"]
-        assert all(found[name] <= limit[name] for name in found), (job, found, limit)
+        missed = {name: (found[name], limit[name]) for name in found if not found[name] <= limit[name]}
+        assert not missed, (job, missed)
         multiply = {x for x, count in result["products"].items() if count}
         assert multiply == (SERVING if "pool" in job else TRAINING)
 

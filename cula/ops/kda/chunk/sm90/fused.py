@@ -1,0 +1,500 @@
+"""fused (CuTe DSL, SM90): a whole KDA forward in one launch, K = V = 128, bf16, bounded gate, normalized q and k.
+
+One CTA per sequence, value head and 64 or 128 rows of V. Two producer warpgroups prepare 32 tokens at a time, by turns,
+as two chunks of 16; one consumer warpgroup per 64 rows of V walks the transposed state through them, in registers.
+
+With l the running sum of the base-2 gate inside a chunk, c = 2^57, and q and k normalized, a stage holds
+
+    qg = scale q 2^l c    kb = k 2^l c    ck = k 2^-l / c    v    total = 2^(l of the last row)    beta
+    Aqk[i, j] = qg_i . ck_j for j <= i    M = P (I + beta P)^-1 with P[i, j] = kb_i . ck_j for j < i
+
+and the consumers do, with the state S kept divided by c,
+
+    x = v - kb S    e = x - M (beta x)    o = qg S + Aqk (beta e)    S <- total (S + ck^T (beta e))
+
+c centres the factors, which lie between 2^-116 and 2^116 for a gate of at most 5 a token, in the range of bf16.
+
+| barrier | who arrives | arrivals | who waits |
+|---|---|---|---|
+| full[stage] | the producer warpgroup of that stage, every thread | 128 | all consumers |
+| empty[stage] | one lane of each consumer warp | 4 a consumer warpgroup | the producers that fill it next |
+| named 1, 2 | a producer warpgroup, for itself | 128 | itself |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+
+from cula.ops.common import ptx
+
+LOG2E = 1.4426950408889634
+#: log2 of c.
+SHIFT = 57.0
+EPS = 1e-6
+ROWS = 32  # tokens of a stage, two chunks
+CHUNK = 16
+TILE = ROWS * 256  # bytes of 128 bf16 channels
+GROUP = 128  # threads of a warpgroup
+PRODUCERS = 2
+REGISTERS = {1: (128, 208), 2: (96, 160)}  # of a producer's and a consumer's thread, by consumer warpgroups
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a kernel is compiled for."""
+
+    consumers: int = 2  # warpgroups, 64 rows of V each
+    wide_gate: bool = False  # g in fp32
+    has_A: bool = True
+    has_bias: bool = True
+    sigmoid: bool = True  # of beta
+    doubled: bool = False
+    packed: bool = False
+    state_in: bool = False
+    state_out: bool = True
+
+    @property
+    def stage_bytes(self) -> int:
+        """q, k, g or ck, v; Aqk and M of two chunks; total; beta, both norms."""
+        return 4 * TILE + (2 * TILE if self.wide_gate else 0) + 4 * 512 + 2 * 512 + 4 * 4 * ROWS
+
+    @property
+    def stages(self) -> int:
+        """As many as 227 KiB hold, an even number."""
+        return min(6, (227 * 1024 - 5120) // -(-self.stage_bytes // 1024) // 1024 // 2 * 2)
+
+    @property
+    def threads(self) -> int:
+        return GROUP * (PRODUCERS + self.consumers)
+
+
+class Fused:
+    """The kernel of one set of options."""
+
+    def __init__(self, options: Options) -> None:
+        self.o = options
+        self.stage = -(-options.stage_bytes // 1024) * 1024
+        self.ck_at = 2 * TILE
+        self.v_at = 3 * TILE
+        self.g_at = 4 * TILE if options.wide_gate else 2 * TILE
+        self.Aqk_at = 4 * TILE + (2 * TILE if options.wide_gate else 0)
+        self.M_at = self.Aqk_at + 1024
+        self.total_at = self.M_at + 1024
+        self.beta_at = self.total_at + 1024
+        self.norms_at = self.beta_at + 4 * ROWS
+        self.turn_at = options.stages * self.stage  # of consumers: 512 bytes a warp
+        self.full_at = self.turn_at + 512 * 4 * options.consumers
+        self.empty_at = self.full_at + 8 * options.stages
+        self.bytes = self.empty_at + 8 * options.stages
+
+    @cute.jit
+    def __call__(
+        self, q: Int64, k: Int64, v: Int64, g: Int64, beta: Int64, A_log: Int64, dt_bias: Int64, cu: Int64,
+        state_in: Int64, o: Int64, state_out: Int64,
+        sqb: Int64, sqt: Int64, sqh: Int64, skb: Int64, skt: Int64, skh: Int64, svb: Int64, svt: Int64, svh: Int64,
+        sgb: Int64, sgt: Int64, sgh: Int64, sbb: Int64, sbt: Int64, sbh: Int64, sob: Int64, sot: Int64, soh: Int64,
+        sin: Int64, sih: Int64, siv: Int64, sik: Int64, sun: Int64, suh: Int64, suv: Int64, suk: Int64,
+        T: Int32, HV: Int32, G: Int32, N: Int32, scale: Float32, lower_bound: Float32, stream: Any,
+    ) -> None:  # fmt: skip
+        """Launch it. Addresses; strides in elements; G: value heads of a head."""
+        self.kernel(
+            q, k, v, g, beta, A_log, dt_bias, cu, state_in, o, state_out,
+            sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sgb, sgt, sgh, sbb, sbt, sbh, sob, sot, soh,
+            sin, sih, siv, sik, sun, suh, suv, suk, T, HV, G, scale, lower_bound,
+        ).launch(
+            grid=[HV * (2 // self.o.consumers), N, 1], block=[self.o.threads, 1, 1], stream=stream,
+            smem=self.bytes + 1024, min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, q: Int64, k: Int64, v: Int64, g: Int64, beta: Int64, A_log: Int64, dt_bias: Int64, cu: Int64,
+        state_in: Int64, o: Int64, state_out: Int64,
+        sqb: Int64, sqt: Int64, sqh: Int64, skb: Int64, skt: Int64, skh: Int64, svb: Int64, svt: Int64, svh: Int64,
+        sgb: Int64, sgt: Int64, sgh: Int64, sbb: Int64, sbt: Int64, sbh: Int64, sob: Int64, sot: Int64, soh: Int64,
+        sin: Int64, sih: Int64, siv: Int64, sik: Int64, sun: Int64, suh: Int64, suv: Int64, suk: Int64,
+        T: Int32, HV: Int32, G: Int32, scale: Float32, lower_bound: Float32,
+    ) -> None:  # fmt: skip
+        tid, _, _ = cute.arch.thread_idx()
+        block, n, _ = cute.arch.block_idx()
+        smem = cutlass.utils.SmemAllocator().allocate(self.bytes, 1024).toint()
+        smem = Int32(smem)
+        hv = block
+        first_v = Int32(0)
+        if cutlass.const_expr(self.o.consumers == 1):
+            hv = block >> 1
+            first_v = (block & 1) * 64
+        batch, first, length = Int64(n), Int64(0), T
+        if cutlass.const_expr(self.o.packed):
+            begin = Int32(ptx.load_global(cu + Int64(n) * 4, "b32"))
+            end = Int32(ptx.load_global(cu + Int64(n) * 4 + 4, "b32"))
+            batch, first, length = Int64(0), Int64(begin), end - begin
+        if tid < self.o.stages:
+            ptx.init_arrivals(smem + self.full_at + tid * 8, GROUP)
+            ptx.init_arrivals(smem + self.empty_at + tid * 8, 4 * self.o.consumers)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        steps = (length + (ROWS - 1)) // ROWS
+        group = cute.arch.make_warp_uniform(tid // GROUP)
+        h = hv // G
+        if group < PRODUCERS:
+            cute.arch.warpgroup_reg_dealloc(REGISTERS[self.o.consumers][0])
+            inputs = (
+                q + 2 * (batch * sqb + first * sqt + Int64(h) * sqh),
+                k + 2 * (batch * skb + first * skt + Int64(h) * skh),
+                v + 2 * (batch * svb + first * svt + Int64(hv) * svh),
+                g + (4 if self.o.wide_gate else 2) * (batch * sgb + first * sgt + Int64(hv) * sgh),
+                beta + 4 * (batch * sbb + first * sbt + Int64(hv) * sbh),
+            )
+            self.produce(
+                smem, tid & (GROUP - 1), group, steps, length, inputs, (2 * sqt, 2 * skt, 2 * svt, sgt, 4 * sbt),
+                A_log + 4 * Int64(hv), dt_bias + 512 * Int64(hv), scale, lower_bound,
+            )  # fmt: skip
+        else:
+            cute.arch.warpgroup_reg_alloc(REGISTERS[self.o.consumers][1])
+            vv = first_v + (group - PRODUCERS) * 64
+            self.consume(
+                smem, tid & (GROUP - 1), group - PRODUCERS, steps, length, vv,
+                state_in + 4 * (Int64(n) * sin + Int64(hv) * sih), siv, sik,
+                state_out + 4 * (Int64(n) * sun + Int64(hv) * suh), suv, suk,
+                o + 2 * (batch * sob + first * sot + Int64(hv) * soh), 2 * sot,
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------------------------------------- producers
+
+    @cute.jit
+    def load(self, at: Int32, t: Int32, step: Int32, length: Int32, inputs: Any, strides: Any) -> None:
+        """Start the copies of a step's q, k, v and g; rows past the end are zeros."""
+        q, k, v, g, _ = inputs
+        sq, sk, sv, sg, _ = strides
+        octet = t & 15
+        for part in cutlass.range_constexpr(4):
+            row = (t >> 4) + 8 * part
+            token = step * ROWS + row
+            take = Int32(16) if token < length else Int32(0)
+            token = Int64(token) if take > 0 else Int64(0)
+            to = at + ptx.tile_at(row, octet, ROWS)
+            more = Int64(octet) * 16
+            ptx.copy_16(to, q + token * sq + more, take)
+            ptx.copy_16(to + TILE, k + token * sk + more, take)
+            ptx.copy_16(to + self.v_at, v + token * sv + more, take)
+            if cutlass.const_expr(self.o.wide_gate):
+                for half in cutlass.range_constexpr(2):
+                    ptx.copy_16(at + self.g_at + half * TILE + row * 256 + octet * 16,
+                                g + 4 * token * sg + half * 256 + more, take)  # fmt: skip
+            else:
+                ptx.copy_16(to + self.g_at, g + 2 * token * sg + more, take)
+
+    @cute.jit
+    def produce(
+        self, smem: Int32, t: Int32, group: Int32, steps: Int32, length: Int32, inputs: Any, strides: Any,
+        A_log: Int64, dt_bias: Int64, scale: Float32, lower_bound: Float32,
+    ) -> None:  # fmt: skip
+        """A producer warpgroup: steps group, group + 2, ..."""
+        p = t & 63  # channels 2 p, 2 p + 1
+        a = Float32(LOG2E)
+        if cutlass.const_expr(self.o.has_A):
+            a = LOG2E * ptx.exp2(LOG2E * ptx.load_global(A_log, "f32"))
+        bias = [Float32(0.0), Float32(0.0)]
+        if cutlass.const_expr(self.o.has_bias):
+            bias = [ptx.load_global(dt_bias + Int64(p) * 8 + 4 * c, "f32") for c in range(2)]
+        bound = lower_bound * LOG2E
+        if group < steps:
+            self.load(smem + group * self.stage, t, group, length, inputs, strides)
+        ptx.commit_copies()
+        for step in cutlass.range(group, steps, 2, unroll=1):
+            following = step + 2
+            if following < steps:
+                use = following // self.o.stages
+                slot = following - use * self.o.stages
+                if use > 0:
+                    self.wait(smem + self.empty_at + slot * 8, (use - 1) & 1)
+                self.load(smem + slot * self.stage, t, following, length, inputs, strides)
+            ptx.commit_copies()
+            ptx.wait_copies(1)
+            slot = step % self.o.stages
+            at = smem + slot * self.stage
+            ptx.meet(1 + group, GROUP)
+            self.norms(at, t, scale)
+            l = self.gates(at, t, p, step, length, a, bias, bound)
+            self.betas(at, t, step, length, inputs[4], strides[4])
+            ptx.meet(1 + group, GROUP)
+            self.factors(at, t, p, l)
+            ptx.meet(1 + group, GROUP)
+            self.pairs(at, t)
+            ptx.show_to_products()
+            ptx.arrive(smem + self.full_at + slot * 8)
+
+    @cute.jit
+    def norms(self, at: Int32, t: Int32, scale: Float32) -> None:
+        """Factors of each row of q (scale included) and k, from raw q and k."""
+        lane, warp = t & 31, t >> 5
+        for part in cutlass.range_constexpr(2):
+            row = warp * 8 + part * 4 + (lane >> 3)
+            sums = []
+            for tile in cutlass.range_constexpr(2):
+                total = Float32(0.0)
+                for half in cutlass.range_constexpr(2):
+                    words = ptx.load_shared(at + tile * TILE + ptx.tile_at(row, half * 8 + (lane & 7), ROWS), 4)
+                    for word in words:
+                        low, high = ptx.unpack_bf16(word)
+                        total = total + low * low
+                        total = total + high * high
+                for distance in (1, 2, 4):
+                    total = total + cute.arch.shuffle_sync_bfly(total, distance)
+                sums.append(ptx.rsqrt(total + EPS))
+            if (lane & 7) == 0:
+                ptx.store_shared(at + self.norms_at + row * 8, [sums[0] * scale, sums[1]])
+
+    @cute.jit
+    def gates(
+        self, at: Int32, t: Int32, p: Int32, step: Int32, length: Int32, a: Float32, bias: Any, bound: Float32
+    ) -> Any:
+        """Running sums of the base-2 gate of this thread's two channels and 16 rows."""
+        chunk = t >> 6
+        sums = [Float32(0.0), Float32(0.0)]
+        rows = []
+        for r in cutlass.range_constexpr(CHUNK):
+            row = chunk * CHUNK + r
+            if cutlass.const_expr(self.o.wide_gate):
+                z = ptx.load_shared_f32(
+                    at + self.g_at + (p >> 5) * TILE + row * 256 + (p & 31) * 8, 2
+                )
+            else:
+                word = ptx.load_shared(at + self.g_at + ptx.tile_at(row, p >> 2, ROWS) + (p & 3) * 4)[0]
+                z = ptx.unpack_bf16(word)
+            here = Float32(bound) if step * ROWS + row < length else Float32(0.0)
+            for c in cutlass.range_constexpr(2):
+                x = -a * (z[c] + bias[c])
+                sums[c] = sums[c] + here * ptx.rcp(1.0 + ptx.exp2(x))
+            rows.append((sums[0], sums[1]))
+        return rows
+
+    @cute.jit
+    def betas(self, at: Int32, t: Int32, step: Int32, length: Int32, beta: Int64, stride: Int64) -> None:
+        """beta of each row, 0 past the end."""
+        if t < ROWS:
+            value = Float32(0.0)
+            token = step * ROWS + t
+            if token < length:
+                value = ptx.load_global(beta + Int64(token) * stride, "f32")
+                if cutlass.const_expr(self.o.sigmoid):
+                    value = ptx.rcp(1.0 + ptx.exp2(-LOG2E * value))
+                if cutlass.const_expr(self.o.doubled):
+                    value = 2.0 * value
+            ptx.store_shared(at + self.beta_at + t * 4, [value])
+
+    @cute.jit
+    def factors(self, at: Int32, t: Int32, p: Int32, l: Any) -> None:
+        """qg, kb over q, k; ck (over g where it is bf16); total."""
+        chunk = t >> 6
+        for r in cutlass.range_constexpr(CHUNK):
+            row = chunk * CHUNK + r
+            norm = ptx.load_shared_f32(at + self.norms_at + row * 8, 2)
+            here = at + ptx.tile_at(row, p >> 2, ROWS) + (p & 3) * 4
+            near = [ptx.exp2(l[r][c] + SHIFT) for c in range(2)]
+            far = [ptx.exp2(-SHIFT - l[r][c]) for c in range(2)]
+            qs = ptx.unpack_bf16(ptx.load_shared(here)[0])
+            ks = ptx.unpack_bf16(ptx.load_shared(here + TILE)[0])
+            ks = [x * norm[1] for x in ks]
+            ptx.store_shared(here, [ptx.pack_bf16(*(x * (norm[0] * y) for x, y in zip(qs, near, strict=True)))])
+            ptx.store_shared(here + TILE, [ptx.pack_bf16(*(x * y for x, y in zip(ks, near, strict=True)))])
+            ptx.store_shared(
+                here + self.ck_at, [ptx.pack_bf16(*(x * y for x, y in zip(ks, far, strict=True)))]
+            )
+        ptx.store_shared(
+            at + self.total_at + chunk * 512 + p * 8, [ptx.exp2(l[CHUNK - 1][0]), ptx.exp2(l[CHUNK - 1][1])]
+        )
+
+    @cute.jit
+    def pairs(self, at: Int32, t: Int32) -> None:
+        """Aqk (warps 0 and 2) and M (warps 1 and 3) of a chunk each."""
+        lane, warp = t & 31, cute.arch.make_warp_uniform(t >> 5)
+        chunk, of_k = warp >> 1, warp & 1
+        matrix, row8 = lane >> 3, lane & 7
+        # rows of A: (rows 0-7, 8-15) x (terms 0-7, 8-15); of ck: terms first
+        a_row = chunk * CHUNK + (matrix & 1) * 8 + row8
+        b_row = chunk * CHUNK + (matrix >> 1) * 8 + row8
+        acc = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
+        for s in cutlass.range_constexpr(8):
+            A = ptx.load_matrices(at + of_k * TILE + ptx.tile_at(a_row, 2 * s + (matrix >> 1), ROWS), False)
+            B = ptx.load_matrices(at + self.ck_at + ptx.tile_at(b_row, 2 * s + (matrix & 1), ROWS), False)
+            acc[0] = ptx.mma("bf16", acc[0], A, B[0:2])
+            acc[1] = ptx.mma("bf16", acc[1], A, B[2:4])
+        i = lane >> 2
+        j = 2 * (lane & 3)
+        if of_k == 0:
+            for tile in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(4):
+                    keep = j + 8 * tile + (e & 1) <= i + 8 * (e >> 1)
+                    acc[tile][e] = acc[tile][e] if keep else Float32(0.0)
+            self.write_pairs(at + self.Aqk_at + chunk * 512, lane, acc)
+        else:
+            b = [ptx.load_shared_f32(at + self.beta_at + 4 * (chunk * CHUNK + i + 8 * half))[0] for half in range(2)]
+            self.write_pairs(at + self.M_at + chunk * 512, lane, self.delta_inverse(acc, b, i, j))
+
+    @cute.jit
+    def write_pairs(self, at: Int32, lane: Int32, acc: Any) -> None:
+        """A 16 x 16 matrix as four of 8 x 8, 128 bytes each: below each other, then beside."""
+        for tile in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                word = ptx.pack_bf16(acc[tile][2 * half], acc[tile][2 * half + 1])
+                ptx.store_shared(at + tile * 256 + half * 128 + lane * 4, [word])
+
+    @cute.jit
+    def delta_inverse(self, P: Any, b: Any, i: Int32, j: Int32) -> Any:
+        """P (I + diag(b) P)^-1 of the strict lower part of P, doubling diagonal blocks; fp16 products.
+
+        b: of rows i and i + 8; a thread holds rows i, i + 8 and columns j, j + 1 (+ 8) of P.
+        """
+        M = self.parted(P, i, j, 0)
+        for level in cutlass.range_constexpr(1, 4):
+            low = self.parted(P, i, j, level)
+            X = self.product(low, self.scaled(M, b), True)
+            X = [[x + y for x, y in zip(low[n], X[n], strict=True)] for n in range(2)]
+            Y = self.product(M, self.scaled(X, b), True)
+            M = [[m + x + y for m, x, y in zip(M[n], X[n], Y[n], strict=True)] for n in range(2)]
+        return M
+
+    @cute.jit
+    def parted(self, P: Any, i: Int32, j: Int32, level: cutlass.Constexpr) -> Any:
+        """P where the middle of a block of 2s rows parts row and column, s = 2^level; 0 elsewhere."""
+        out = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
+        for tile in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(4):
+                row, column = i + 8 * (e >> 1), j + 8 * tile + (e & 1)
+                keep = ((row >> level) > (column >> level)) & ((row >> (level + 1)) == (column >> (level + 1)))
+                out[tile][e] = P[tile][e] if keep else Float32(0.0)
+        return out
+
+    def scaled(self, M: Any, b: Any) -> Any:
+        """diag(b) M."""
+        return [[M[tile][e] * b[e >> 1] for e in range(4)] for tile in range(2)]
+
+    @cute.jit
+    def product(self, A: Any, B: Any, negative: cutlass.Constexpr) -> Any:
+        """A B (or -A B) of 16 x 16, both as accumulators are held."""
+        sign = -1.0 if negative else 1.0
+        a = [ptx.pack_f16(sign * A[n][2 * half], sign * A[n][2 * half + 1]) for n in range(2) for half in range(2)]
+        out = []
+        for n in cutlass.range_constexpr(2):
+            b = [ptx.turn_matrix(ptx.pack_f16(B[n][2 * half], B[n][2 * half + 1])) for half in range(2)]
+            out.append(ptx.mma("f16", [Float32(0.0)] * 4, a, b))
+        return out
+
+    # ------------------------------------------------------------------------------------------------- consumers
+
+    @cute.jit
+    def wait(self, barrier: Int32, parity: Int32) -> None:
+        """Until the barrier's phase of this parity is over."""
+        done = ptx.try_wait(barrier, parity)
+        while done == 0:
+            done = ptx.try_wait(barrier, parity)
+
+    @cute.jit
+    def consume(
+        self, smem: Int32, t: Int32, group: Int32, steps: Int32, length: Int32, vv: Int32,
+        state_in: Int64, siv: Int64, sik: Int64, state_out: Int64, suv: Int64, suk: Int64, o: Int64, sot: Int64,
+    ) -> None:  # fmt: skip
+        """A consumer warpgroup: rows vv .. vv + 63 of the transposed state, through every step."""
+        lane, warp = t & 31, cute.arch.make_warp_uniform(t >> 5)
+        S = cute.make_rmem_tensor(64, Float32)
+        row = vv + warp * 16 + (lane >> 2)
+        column = 2 * (lane & 3)
+        if cutlass.const_expr(self.o.state_in):
+            for e in cutlass.range_constexpr(64):
+                spot = Int64(row + 8 * ((e >> 1) & 1)) * siv + Int64(column + 8 * (e >> 2) + (e & 1)) * sik
+                S[e] = ptx.load_global(state_in + 4 * spot, "f32") * 2.0**-SHIFT
+        else:
+            for e in cutlass.range_constexpr(64):
+                S[e] = Float32(0.0)
+        turn = smem + self.turn_at + (group * 4 + warp) * 512
+        for step in cutlass.range(0, steps, 1, unroll=1):
+            use = step // self.o.stages
+            slot = step - use * self.o.stages
+            at = smem + slot * self.stage
+            self.wait(smem + self.full_at + slot * 8, use & 1)
+            for chunk in cutlass.range_constexpr(2):
+                out = self.walk(at, chunk, lane, vv + warp * 16, S)
+                self.write(turn, out, lane, step * ROWS + chunk * CHUNK, length, o + 2 * Int64(vv + warp * 16), sot)
+            ptx.meet_warp()
+            if lane == 0:
+                ptx.arrive(smem + self.empty_at + slot * 8)
+        if cutlass.const_expr(self.o.state_out):
+            for e in cutlass.range_constexpr(64):
+                spot = Int64(row + 8 * ((e >> 1) & 1)) * suv + Int64(column + 8 * (e >> 2) + (e & 1)) * suk
+                ptx.store_global(state_out + 4 * spot, [S[e] * 2.0**SHIFT])
+
+    @cute.jit
+    def walk(self, at: Int32, chunk: cutlass.Constexpr, lane: Int32, v_row: Int32, S: cute.Tensor) -> Any:
+        """One chunk: S goes on, the transposed output `[16 of V, 16 tokens]` comes back."""
+        zero = [Float32(0.0)] * 8
+        A = [ptx.pack_bf16(S[2 * e], S[2 * e + 1]) for e in range(32)]
+        ptx.begin_products()
+        kS, out = zero, zero
+        for s in cutlass.range_constexpr(8):
+            b = self.step_of(at + TILE, chunk, s)
+            kS = ptx.wgmma(16, kS, A[4 * s : 4 * s + 4], b, False, s > 0)
+        ptx.commit_products()
+        for s in cutlass.range_constexpr(8):
+            b = self.step_of(at, chunk, s)
+            out = ptx.wgmma(16, out, A[4 * s : 4 * s + 4], b, False, s > 0)
+        ptx.commit_products()
+        matrix = lane >> 3
+        token = chunk * CHUNK + (matrix >> 1) * 8 + (lane & 7)
+        words = ptx.load_matrices(at + self.v_at + ptx.tile_at(token, (v_row >> 3) + (matrix & 1), ROWS), True)
+        beta = []
+        for n in cutlass.range_constexpr(2):
+            beta += ptx.load_shared_f32(at + self.beta_at + 4 * (chunk * CHUNK + 8 * n + 2 * (lane & 3)), 2)
+        ptx.wait_products(1)
+        x = []
+        for n in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                low, high = ptx.unpack_bf16(words[2 * n + half])
+                x += [low - kS[4 * n + 2 * half], high - kS[4 * n + 2 * half + 1]]
+        y = self.times_beta(x, beta)
+        ptx.begin_products()
+        M = ptx.matrix_descriptor(at + self.M_at + chunk * 512, 128, 256)
+        Mx = ptx.wgmma(16, zero, y, M, False, False)
+        ptx.commit_products()
+        ptx.wait_products(0)
+        new = self.times_beta([a - b for a, b in zip(x, Mx, strict=True)], beta)
+        ptx.begin_products()
+        Aqk = ptx.matrix_descriptor(at + self.Aqk_at + chunk * 512, 128, 256)
+        out = ptx.wgmma(16, out, new, Aqk, False, True)
+        ck = ptx.tile_descriptor(at + self.ck_at + chunk * (CHUNK * ptx.ROW), 1024, ROWS * ptx.ROW)
+        grown = ptx.wgmma(128, [S[e] for e in range(64)], new, ck, True, True)
+        ptx.commit_products()
+        ptx.wait_products(0)
+        for n in cutlass.range_constexpr(16):
+            total = ptx.load_shared_f32(at + self.total_at + chunk * 512 + 4 * (8 * n + 2 * (lane & 3)), 2)
+            for e in cutlass.range_constexpr(4):
+                S[4 * n + e] = grown[4 * n + e] * total[e & 1]
+        return out
+
+    def step_of(self, tile: Int32, chunk: int, s: int) -> Any:
+        """Descriptor of terms 16 s .. 16 s + 15 of a chunk's rows."""
+        return ptx.tile_descriptor(
+            tile + (s // 4) * (ROWS * ptx.ROW) + chunk * (CHUNK * ptx.ROW) + (s % 4) * 32, 1024, 16
+        )
+
+    def times_beta(self, x: Any, beta: Any) -> Any:
+        """x times the beta of its columns, as the first operand of a product."""
+        return [ptx.pack_bf16(x[2 * e] * beta[2 * (e // 2)], x[2 * e + 1] * beta[2 * (e // 2) + 1]) for e in range(4)]
+
+    @cute.jit
+    def write(self, turn: Int32, out: Any, lane: Int32, token: Int32, length: Int32, o: Int64, sot: Int64) -> None:
+        """Store `[16 of V, 16 tokens]` to o, through 512 bytes of the warp's own."""
+        words = [ptx.pack_bf16(out[2 * e], out[2 * e + 1]) for e in range(4)]
+        matrix = lane >> 3
+        ptx.meet_warp()
+        ptx.store_matrices(turn + ((matrix >> 1) * 8 + (lane & 7)) * 32 + (matrix & 1) * 16, words, True)
+        ptx.meet_warp()
+        row = ptx.load_shared(turn + lane * 16, 4)
+        here = token + (lane >> 1)
+        if here < length:
+            ptx.store_global(o + Int64(here) * sot + Int64(lane & 1) * 16, row)
