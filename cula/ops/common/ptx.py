@@ -83,9 +83,14 @@ def unpack_bf16(x: Uint32) -> tuple[Float32, Float32]:
 
 @dsl_user_op
 def load_global(address: Int64, kind: str, *, loc: Any = None, ip: Any = None) -> Any:
-    """One number of device memory: "b32" and "u16" give Uint32, "f32" Float32."""
+    """One number of device memory: "u8", "u16" and "b32" give Uint32, "b64" Int64, "f32" Float32."""
     if kind == "f32":
         return Float32(_asm(T.f32(), [address], "ld.global.f32 $0, [$1];", "=f,l", True, loc, ip))
+    if kind == "b64":
+        return Int64(_asm(T.i64(), [address], "ld.global.b64 $0, [$1];", "=l,l", True, loc, ip))
+    if kind == "u8":
+        text = "{ .reg .u16 h; ld.global.u8 h, [$1]; cvt.u32.u16 $0, h; }"
+        return Uint32(_asm(T.i32(), [address], text, "=r,l", True, loc, ip))
     if kind == "b32":
         return Uint32(_asm(T.i32(), [address], "ld.global.b32 $0, [$1];", "=r,l", True, loc, ip))
     text = "{ .reg .b16 h; ld.global.b16 h, [$1]; mov.b32 $0, {h, 0}; }"
@@ -190,9 +195,7 @@ def load_matrices(address: Int32, turned: bool, *, loc: Any = None, ip: Any = No
 
 
 @dsl_user_op
-def store_matrices(
-    address: Int32, values: Sequence[Uint32], turned: bool, *, loc: Any = None, ip: Any = None
-) -> None:
+def store_matrices(address: Int32, values: Sequence[Uint32], turned: bool, *, loc: Any = None, ip: Any = None) -> None:
     """The inverse of `load_matrices`."""
     trans = ".trans" if turned else ""
     text = f"stmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 [$0], {{$1, $2, $3, $4}};"
@@ -273,9 +276,7 @@ def arrive(address: Int32, *, loc: Any = None, ip: Any = None) -> None:
 @dsl_user_op
 def try_wait(address: Int32, parity: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
     """1 where the mbarrier's phase of this parity is over, 0 where not yet (after some while)."""
-    text = (
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }"
-    )
+    text = "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [$1], $2; selp.b32 $0, 1, 0, p; }"
     return Int32(_asm(T.i32(), [address, parity], text, "=r,r,r", True, loc, ip))
 
 

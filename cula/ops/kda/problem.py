@@ -34,6 +34,7 @@ class KDAProblem:
     sequence, None for a fixed batch or where only the device knows them (`packed` tells which).
     gate: "finished", "softplus" or "lower_bound". tokens: most tokens per sequence in the decode stage, else 0.
     wide_rows: 64 tokens of an input span 2^31 elements or more, so that even offsets inside a chunk need 64 bits.
+    rows_aligned: the channels of q, k, v, g and out are contiguous and begin at multiples of 16 bytes.
     """
 
     B: int
@@ -74,6 +75,7 @@ class KDAProblem:
     tree: bool = False
     rollback: bool = False
     wide_rows: bool = False
+    rows_aligned: bool = True
 
     @property
     def host_lengths(self) -> bool:
@@ -384,6 +386,7 @@ def parse_chunk(
         intermediate_states=bool(opt.intermediate_states), disable_recompute=bool(opt.disable_recompute),
         chunk_size=opt.chunk_size, grad=grad, use_graph=bool(opt.use_graph), cp=parse_context_parallel(opt, grad),
         wide_rows=not opt.traced and has_wide_rows(q, k, v, g, beta),
+        rows_aligned=opt.traced or has_aligned_rows(q, k, v, g),
     )  # fmt: skip
     operands = Operands(
         q, k, v, g, beta, A_log=act.A_log, dt_bias=act.dt_bias, initial_state=initial_state,
@@ -399,6 +402,19 @@ def has_wide_rows(*tensors: Tensor) -> bool:
         for x in tensors
         if x.shape[1] > 1
     )
+
+
+def has_aligned_rows(*tensors: Tensor | None) -> bool:
+    """Whether the last axis of each is contiguous and begins at a multiple of 16 bytes wherever it begins."""
+    for x in tensors:
+        if x is None or x.numel() == 0:
+            continue
+        step = 16 // x.element_size()
+        if x.stride(-1) != 1 or x.data_ptr() % 16:
+            return False
+        if any(n > 1 and s % step for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)):
+            return False
+    return True
 
 
 def lengths_of(bounds: tuple[int, ...] | None) -> tuple[int, ...] | None:

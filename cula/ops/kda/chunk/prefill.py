@@ -21,6 +21,7 @@ from cula.ops.kda.problem import (
     check_out,
     check_pool,
     dtype_name,
+    has_aligned_rows,
     parse_chunk,
     parse_null_index,
 )
@@ -101,6 +102,8 @@ def kda_prefill(
     )
     problem, x = _parse_checkpoints(problem, x, checkpoints, checkpoint_every, checkpoint_offsets, position_offsets)
     x.out = check_out(out, v)
+    if problem.rows_aligned and not has_aligned_rows(x.out):
+        problem = replace(problem, rows_aligned=False)
     if env.debug():
         check_values(problem, x)
     forward, _ = choose_rows(problem, x.target, implementation)

@@ -23,53 +23,21 @@ c centres the factors, which lie between 2^-116 and 2^116 for a gate of at most 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
 from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass.memory import SmemAllocator
 
 from cula.ops.common import ptx
+from cula.ops.kda.chunk.sm90.options import GROUP, PRODUCERS, REGISTERS, ROWS, TILE, Options
 
 LOG2E = 1.4426950408889634
 #: log2 of c.
 SHIFT = 57.0
 EPS = 1e-6
-ROWS = 32  # tokens of a stage, two chunks
 CHUNK = 16
-TILE = ROWS * 256  # bytes of 128 bf16 channels
-GROUP = 128  # threads of a warpgroup
-PRODUCERS = 2
-REGISTERS = {1: (128, 208), 2: (96, 160)}  # of a producer's and a consumer's thread, by consumer warpgroups
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a kernel is compiled for."""
-
-    consumers: int = 2  # warpgroups, 64 rows of V each
-    wide_gate: bool = False  # g in fp32
-    has_A: bool = True
-    has_bias: bool = True
-    sigmoid: bool = True  # of beta
-    doubled: bool = False
-    packed: bool = False
-    state_in: bool = False
-    state_out: bool = True
-
-    @property
-    def stage_bytes(self) -> int:
-        """q, k, g or ck, v; Aqk and M of two chunks; total; beta, both norms."""
-        return 4 * TILE + (2 * TILE if self.wide_gate else 0) + 4 * 512 + 2 * 512 + 4 * 4 * ROWS
-
-    @property
-    def stages(self) -> int:
-        """As many as 227 KiB hold, an even number."""
-        return min(6, (227 * 1024 - 5120) // -(-self.stage_bytes // 1024) // 1024 // 2 * 2)
-
-    @property
-    def threads(self) -> int:
-        return GROUP * (PRODUCERS + self.consumers)
 
 
 class Fused:
@@ -98,13 +66,16 @@ class Fused:
         sqb: Int64, sqt: Int64, sqh: Int64, skb: Int64, skt: Int64, skh: Int64, svb: Int64, svt: Int64, svh: Int64,
         sgb: Int64, sgt: Int64, sgh: Int64, sbb: Int64, sbt: Int64, sbh: Int64, sob: Int64, sot: Int64, soh: Int64,
         sin: Int64, sih: Int64, siv: Int64, sik: Int64, sun: Int64, suh: Int64, suv: Int64, suk: Int64,
+        read: Int64, srn: Int64, write: Int64, swn: Int64, flag: Int64, sfn: Int64, scn: Int64,
+        slots_in: Int32, slots_out: Int32, null_index: Int32,
         T: Int32, HV: Int32, G: Int32, N: Int32, scale: Float32, lower_bound: Float32, stream: Any,
     ) -> None:  # fmt: skip
         """Launch it. Addresses; strides in elements; G: value heads of a head."""
         self.kernel(
             q, k, v, g, beta, A_log, dt_bias, cu, state_in, o, state_out,
             sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sgb, sgt, sgh, sbb, sbt, sbh, sob, sot, soh,
-            sin, sih, siv, sik, sun, suh, suv, suk, T, HV, G, scale, lower_bound,
+            sin, sih, siv, sik, sun, suh, suv, suk, read, srn, write, swn, flag, sfn, scn,
+            slots_in, slots_out, null_index, T, HV, G, N, scale, lower_bound,
         ).launch(
             grid=[HV * (2 // self.o.consumers), N, 1], block=[self.o.threads, 1, 1], stream=stream,
             smem=self.bytes + 1024, min_blocks_per_mp=1,
@@ -117,11 +88,13 @@ class Fused:
         sqb: Int64, sqt: Int64, sqh: Int64, skb: Int64, skt: Int64, skh: Int64, svb: Int64, svt: Int64, svh: Int64,
         sgb: Int64, sgt: Int64, sgh: Int64, sbb: Int64, sbt: Int64, sbh: Int64, sob: Int64, sot: Int64, soh: Int64,
         sin: Int64, sih: Int64, siv: Int64, sik: Int64, sun: Int64, suh: Int64, suv: Int64, suk: Int64,
-        T: Int32, HV: Int32, G: Int32, scale: Float32, lower_bound: Float32,
+        read: Int64, srn: Int64, write: Int64, swn: Int64, flag: Int64, sfn: Int64, scn: Int64,
+        slots_in: Int32, slots_out: Int32, null_index: Int32,
+        T: Int32, HV: Int32, G: Int32, N: Int32, scale: Float32, lower_bound: Float32,
     ) -> None:  # fmt: skip
         tid, _, _ = cute.arch.thread_idx()
         block, n, _ = cute.arch.block_idx()
-        smem = cutlass.utils.SmemAllocator().allocate(self.bytes, 1024).toint()
+        smem = SmemAllocator().allocate(self.bytes, 1024).toint()
         smem = Int32(smem)
         hv = block
         first_v = Int32(0)
@@ -129,9 +102,10 @@ class Fused:
             hv = block >> 1
             first_v = (block & 1) * 64
         batch, first, length = Int64(n), Int64(0), T
-        if cutlass.const_expr(self.o.packed):
-            begin = Int32(ptx.load_global(cu + Int64(n) * 4, "b32"))
-            end = Int32(ptx.load_global(cu + Int64(n) * 4 + 4, "b32"))
+        if cutlass.const_expr(self.o.packed > 0):
+            here = cu + Int64(n) * scn * self.o.packed
+            begin = Int32(ptx.load_global(here, "b32"))
+            end = Int32(ptx.load_global(here + scn * self.o.packed, "b32"))
             batch, first, length = Int64(0), Int64(begin), end - begin
         if tid < self.o.stages:
             ptx.init_arrivals(smem + self.full_at + tid * 8, GROUP)
@@ -142,27 +116,49 @@ class Fused:
         group = cute.arch.make_warp_uniform(tid // GROUP)
         h = hv // G
         if group < PRODUCERS:
-            cute.arch.warpgroup_reg_dealloc(REGISTERS[self.o.consumers][0])
+            cute.arch.setmaxregister_decrease(REGISTERS[self.o.consumers][0])
             inputs = (
                 q + 2 * (batch * sqb + first * sqt + Int64(h) * sqh),
                 k + 2 * (batch * skb + first * skt + Int64(h) * skh),
                 v + 2 * (batch * svb + first * svt + Int64(hv) * svh),
                 g + (4 if self.o.wide_gate else 2) * (batch * sgb + first * sgt + Int64(hv) * sgh),
-                beta + 4 * (batch * sbb + first * sbt + Int64(hv) * sbh),
+                beta + (4 if self.o.wide_beta else 2) * (batch * sbb + first * sbt + Int64(hv) * sbh),
             )
             self.produce(
-                smem, tid & (GROUP - 1), group, steps, length, inputs, (2 * sqt, 2 * skt, 2 * svt, sgt, 4 * sbt),
+                smem, tid & (GROUP - 1), group, steps, length, inputs, (2 * sqt, 2 * skt, 2 * svt, sgt, sbt),
                 A_log + 4 * Int64(hv), dt_bias + 512 * Int64(hv), scale, lower_bound,
             )  # fmt: skip
         else:
-            cute.arch.warpgroup_reg_alloc(REGISTERS[self.o.consumers][1])
+            cute.arch.setmaxregister_increase(REGISTERS[self.o.consumers][1])
             vv = first_v + (group - PRODUCERS) * 64
+            slot_in, slot_out = Int64(n), Int64(n)
+            if cutlass.const_expr(self.o.index_in > 0):
+                slot_in = self.slot(read + self.o.index_in * Int64(n) * srn, slots_in, null_index, self.o.index_in)
+            if cutlass.const_expr(self.o.flagged):
+                slot_in = slot_in if ptx.load_global(flag + Int64(n) * sfn, "u8") != 0 else Int64(-1)
+            if cutlass.const_expr(self.o.index_out > 0):
+                slot_out = self.slot(write + self.o.index_out * Int64(n) * swn, slots_out, null_index, self.o.index_out)
+            size_in, size_out = 4 if self.o.state_in == "fp32" else 2, 4 if self.o.state_out == "fp32" else 2
+            rest = Int32(0)  # rows after the last boundary, which the last sequence's CTAs make zeros
+            if cutlass.const_expr(self.o.packed > 0):
+                rest = T - Int32(first) if n == N - 1 else Int32(0)
             self.consume(
-                smem, tid & (GROUP - 1), group - PRODUCERS, steps, length, vv,
-                state_in + 4 * (Int64(n) * sin + Int64(hv) * sih), siv, sik,
-                state_out + 4 * (Int64(n) * sun + Int64(hv) * suh), suv, suk,
+                smem, tid & (GROUP - 1), group - PRODUCERS, steps, length, rest, vv,
+                state_in + size_in * (slot_in * sin + Int64(hv) * sih), siv, sik, slot_in,
+                state_out + size_out * (slot_out * sun + Int64(hv) * suh), suv, suk, slot_out,
                 o + 2 * (batch * sob + first * sot + Int64(hv) * soh), 2 * sot,
             )  # fmt: skip
+
+    @cute.jit
+    def slot(self, at: Int64, slots: Int32, null_index: Int32, width: cutlass.Constexpr) -> Int64:
+        """The slot whose index stands there, -1 where it is null or out of range."""
+        found = Int64(0)
+        if cutlass.const_expr(width == 8):
+            found = ptx.load_global(at, "b64")
+        else:
+            found = Int64(Int32(ptx.load_global(at, "b32")))
+        fits = (found >= 0) & (found < Int64(slots)) & (found != Int64(null_index))
+        return found if fits else Int64(-1)
 
     # ------------------------------------------------------------------------------------------------- producers
 
@@ -201,7 +197,7 @@ class Fused:
             a = LOG2E * ptx.exp2(LOG2E * ptx.load_global(A_log, "f32"))
         bias = [Float32(0.0), Float32(0.0)]
         if cutlass.const_expr(self.o.has_bias):
-            bias = [ptx.load_global(dt_bias + Int64(p) * 8 + 4 * c, "f32") for c in range(2)]
+            bias = [-a * ptx.load_global(dt_bias + Int64(p) * 8 + 4 * c, "f32") for c in range(2)]
         bound = lower_bound * LOG2E
         if group < steps:
             self.load(smem + group * self.stage, t, group, length, inputs, strides)
@@ -254,23 +250,20 @@ class Fused:
     def gates(
         self, at: Int32, t: Int32, p: Int32, step: Int32, length: Int32, a: Float32, bias: Any, bound: Float32
     ) -> Any:
-        """Running sums of the base-2 gate of this thread's two channels and 16 rows."""
+        """Running sums of the base-2 gate of this thread's two channels and 16 rows; bias: times -a."""
         chunk = t >> 6
         sums = [Float32(0.0), Float32(0.0)]
         rows = []
         for r in cutlass.range_constexpr(CHUNK):
             row = chunk * CHUNK + r
             if cutlass.const_expr(self.o.wide_gate):
-                z = ptx.load_shared_f32(
-                    at + self.g_at + (p >> 5) * TILE + row * 256 + (p & 31) * 8, 2
-                )
+                z = ptx.load_shared_f32(at + self.g_at + (p >> 5) * TILE + row * 256 + (p & 31) * 8, 2)
             else:
                 word = ptx.load_shared(at + self.g_at + ptx.tile_at(row, p >> 2, ROWS) + (p & 3) * 4)[0]
                 z = ptx.unpack_bf16(word)
             here = Float32(bound) if step * ROWS + row < length else Float32(0.0)
             for c in cutlass.range_constexpr(2):
-                x = -a * (z[c] + bias[c])
-                sums[c] = sums[c] + here * ptx.rcp(1.0 + ptx.exp2(x))
+                sums[c] = sums[c] + here * ptx.rcp(1.0 + ptx.exp2(bias[c] - a * z[c]))
             rows.append((sums[0], sums[1]))
         return rows
 
@@ -281,7 +274,10 @@ class Fused:
             value = Float32(0.0)
             token = step * ROWS + t
             if token < length:
-                value = ptx.load_global(beta + Int64(token) * stride, "f32")
+                if cutlass.const_expr(self.o.wide_beta):
+                    value = ptx.load_global(beta + 4 * Int64(token) * stride, "f32")
+                else:
+                    value = ptx.as_float(ptx.load_global(beta + 2 * Int64(token) * stride, "u16") << 16)
                 if cutlass.const_expr(self.o.sigmoid):
                     value = ptx.rcp(1.0 + ptx.exp2(-LOG2E * value))
                 if cutlass.const_expr(self.o.doubled):
@@ -303,9 +299,7 @@ class Fused:
             ks = [x * norm[1] for x in ks]
             ptx.store_shared(here, [ptx.pack_bf16(*(x * (norm[0] * y) for x, y in zip(qs, near, strict=True)))])
             ptx.store_shared(here + TILE, [ptx.pack_bf16(*(x * y for x, y in zip(ks, near, strict=True)))])
-            ptx.store_shared(
-                here + self.ck_at, [ptx.pack_bf16(*(x * y for x, y in zip(ks, far, strict=True)))]
-            )
+            ptx.store_shared(here + self.ck_at, [ptx.pack_bf16(*(x * y for x, y in zip(ks, far, strict=True)))])
         ptx.store_shared(
             at + self.total_at + chunk * 512 + p * 8, [ptx.exp2(l[CHUNK - 1][0]), ptx.exp2(l[CHUNK - 1][1])]
         )
@@ -397,21 +391,25 @@ class Fused:
 
     @cute.jit
     def consume(
-        self, smem: Int32, t: Int32, group: Int32, steps: Int32, length: Int32, vv: Int32,
-        state_in: Int64, siv: Int64, sik: Int64, state_out: Int64, suv: Int64, suk: Int64, o: Int64, sot: Int64,
+        self, smem: Int32, t: Int32, group: Int32, steps: Int32, length: Int32, rest: Int32, vv: Int32,
+        state_in: Int64, siv: Int64, sik: Int64, slot_in: Int64,
+        state_out: Int64, suv: Int64, suk: Int64, slot_out: Int64, o: Int64, sot: Int64,
     ) -> None:  # fmt: skip
         """A consumer warpgroup: rows vv .. vv + 63 of the transposed state, through every step."""
         lane, warp = t & 31, cute.arch.make_warp_uniform(t >> 5)
         S = cute.make_rmem_tensor(64, Float32)
         row = vv + warp * 16 + (lane >> 2)
         column = 2 * (lane & 3)
-        if cutlass.const_expr(self.o.state_in):
-            for e in cutlass.range_constexpr(64):
-                spot = Int64(row + 8 * ((e >> 1) & 1)) * siv + Int64(column + 8 * (e >> 2) + (e & 1)) * sik
-                S[e] = ptx.load_global(state_in + 4 * spot, "f32") * 2.0**-SHIFT
-        else:
-            for e in cutlass.range_constexpr(64):
-                S[e] = Float32(0.0)
+        for e in cutlass.range_constexpr(64):
+            S[e] = Float32(0.0)
+        if cutlass.const_expr(self.o.state_in != ""):
+            if slot_in >= 0:
+                for e in cutlass.range_constexpr(64):
+                    spot = Int64(row + 8 * ((e >> 1) & 1)) * siv + Int64(column + 8 * (e >> 2) + (e & 1)) * sik
+                    if cutlass.const_expr(self.o.state_in == "fp32"):
+                        S[e] = ptx.load_global(state_in + 4 * spot, "f32") * 2.0**-SHIFT
+                    else:
+                        S[e] = ptx.as_float(ptx.load_global(state_in + 2 * spot, "u16") << 16) * 2.0**-SHIFT
         turn = smem + self.turn_at + (group * 4 + warp) * 512
         for step in cutlass.range(0, steps, 1, unroll=1):
             use = step // self.o.stages
@@ -424,10 +422,17 @@ class Fused:
             ptx.meet_warp()
             if lane == 0:
                 ptx.arrive(smem + self.empty_at + slot * 8)
-        if cutlass.const_expr(self.o.state_out):
-            for e in cutlass.range_constexpr(64):
-                spot = Int64(row + 8 * ((e >> 1) & 1)) * suv + Int64(column + 8 * (e >> 2) + (e & 1)) * suk
-                ptx.store_global(state_out + 4 * spot, [S[e] * 2.0**SHIFT])
+        for row_at in cutlass.range(length + (t >> 3), rest, GROUP // 8, unroll=1):
+            zero = Uint32(0)
+            ptx.store_global(o + Int64(row_at) * sot + Int64(vv * 2 + (t & 7) * 16), [zero, zero, zero, zero])
+        if cutlass.const_expr(self.o.state_out != ""):
+            if slot_out >= 0:
+                for e in cutlass.range_constexpr(64):
+                    spot = Int64(row + 8 * ((e >> 1) & 1)) * suv + Int64(column + 8 * (e >> 2) + (e & 1)) * suk
+                    if cutlass.const_expr(self.o.state_out == "fp32"):
+                        ptx.store_global(state_out + 4 * spot, [S[e] * 2.0**SHIFT])
+                    else:
+                        ptx.store_global_16(state_out + 2 * spot, ptx.pack_bf16(S[e] * 2.0**SHIFT, Float32(0.0)))
 
     @cute.jit
     def walk(self, at: Int32, chunk: cutlass.Constexpr, lane: Int32, v_row: Int32, S: cute.Tensor) -> Any:
@@ -498,3 +503,10 @@ class Fused:
         here = token + (lane >> 1)
         if here < length:
             ptx.store_global(o + Int64(here) * sot + Int64(lane & 1) * 16, row)
+
+
+def example_arguments() -> list[Any]:
+    """Arguments of the right types for compiling, all but the stream."""
+    kinds = {"Int64": Int64(0), "Int32": Int32(1), "Float32": Float32(1.0)}
+    names = inspect.signature(Fused.__call__).parameters.values()
+    return [kinds[x.annotation] for x in names if x.annotation in kinds]
