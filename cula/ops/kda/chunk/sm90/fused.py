@@ -92,6 +92,7 @@ class Fused:
         slots_in: Int32, slots_out: Int32, null_index: Int32,
         T: Int32, HV: Int32, G: Int32, N: Int32, scale: Float32, lower_bound: Float32,
     ) -> None:  # fmt: skip
+        """See the module."""
         tid, _, _ = cute.arch.thread_idx()
         block, n, _ = cute.arch.block_idx()
         smem = SmemAllocator().allocate(self.bytes, 1024).toint()
@@ -216,10 +217,10 @@ class Fused:
             at = smem + slot * self.stage
             ptx.meet(1 + group, GROUP)
             self.norms(at, t, scale)
-            l = self.gates(at, t, p, step, length, a, bias, bound)
+            sums = self.gates(at, t, p, step, length, a, bias, bound)
             self.betas(at, t, step, length, inputs[4], strides[4])
             ptx.meet(1 + group, GROUP)
-            self.factors(at, t, p, l)
+            self.factors(at, t, p, sums)
             ptx.meet(1 + group, GROUP)
             self.pairs(at, t)
             ptx.show_to_products()
@@ -285,15 +286,15 @@ class Fused:
             ptx.store_shared(at + self.beta_at + t * 4, [value])
 
     @cute.jit
-    def factors(self, at: Int32, t: Int32, p: Int32, l: Any) -> None:
+    def factors(self, at: Int32, t: Int32, p: Int32, sums: Any) -> None:
         """qg, kb over q, k; ck (over g where it is bf16); total."""
         chunk = t >> 6
         for r in cutlass.range_constexpr(CHUNK):
             row = chunk * CHUNK + r
             norm = ptx.load_shared_f32(at + self.norms_at + row * 8, 2)
             here = at + ptx.tile_at(row, p >> 2, ROWS) + (p & 3) * 4
-            near = [ptx.exp2(l[r][c] + SHIFT) for c in range(2)]
-            far = [ptx.exp2(-SHIFT - l[r][c]) for c in range(2)]
+            near = [ptx.exp2(sums[r][c] + SHIFT) for c in range(2)]
+            far = [ptx.exp2(-SHIFT - sums[r][c]) for c in range(2)]
             qs = ptx.unpack_bf16(ptx.load_shared(here)[0])
             ks = ptx.unpack_bf16(ptx.load_shared(here + TILE)[0])
             ks = [x * norm[1] for x in ks]
@@ -301,7 +302,7 @@ class Fused:
             ptx.store_shared(here + TILE, [ptx.pack_bf16(*(x * y for x, y in zip(ks, near, strict=True)))])
             ptx.store_shared(here + self.ck_at, [ptx.pack_bf16(*(x * y for x, y in zip(ks, far, strict=True)))])
         ptx.store_shared(
-            at + self.total_at + chunk * 512 + p * 8, [ptx.exp2(l[CHUNK - 1][0]), ptx.exp2(l[CHUNK - 1][1])]
+            at + self.total_at + chunk * 512 + p * 8, [ptx.exp2(sums[CHUNK - 1][0]), ptx.exp2(sums[CHUNK - 1][1])]
         )
 
     @cute.jit
@@ -402,7 +403,7 @@ class Fused:
         column = 2 * (lane & 3)
         for e in cutlass.range_constexpr(64):
             S[e] = Float32(0.0)
-        if cutlass.const_expr(self.o.state_in != ""):
+        if cutlass.const_expr(self.o.state_in != ""):  # noqa: SIM102 (a constant: the other is none)
             if slot_in >= 0:
                 for e in cutlass.range_constexpr(64):
                     spot = Int64(row + 8 * ((e >> 1) & 1)) * siv + Int64(column + 8 * (e >> 2) + (e & 1)) * sik
@@ -425,7 +426,7 @@ class Fused:
         for row_at in cutlass.range(length + (t >> 3), rest, GROUP // 8, unroll=1):
             zero = Uint32(0)
             ptx.store_global(o + Int64(row_at) * sot + Int64(vv * 2 + (t & 7) * 16), [zero, zero, zero, zero])
-        if cutlass.const_expr(self.o.state_out != ""):
+        if cutlass.const_expr(self.o.state_out != ""):  # noqa: SIM102 (a constant: the other is none)
             if slot_out >= 0:
                 for e in cutlass.range_constexpr(64):
                     spot = Int64(row + 8 * ((e >> 1) & 1)) * suv + Int64(column + 8 * (e >> 2) + (e & 1)) * suk

@@ -41,4 +41,5 @@ class Options:
 
     @property
     def threads(self) -> int:
+        """Threads of a CTA."""
         return GROUP * (PRODUCERS + self.consumers)
