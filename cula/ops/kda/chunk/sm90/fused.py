@@ -37,6 +37,8 @@ LOG2E = 1.4426950408889634
 #: log2 of c.
 SHIFT = 57.0
 EPS = 1e-6
+#: A raw gate whose sigmoid is 0 for any A_log and bias.
+CLOSED = -1e30
 CHUNK = 16
 
 
@@ -215,45 +217,63 @@ class Fused:
             ptx.wait_copies(1)
             slot = step % self.o.stages
             at = smem + slot * self.stage
+            if (step + 1) * ROWS > length:
+                self.close(at, t, length - step * ROWS)
             ptx.meet(1 + group, GROUP)
             self.norms(at, t, scale)
-            sums = self.gates(at, t, p, step, length, a, bias, bound)
+            sums = self.gates(at, t, p, a, bias, bound)
             self.betas(at, t, step, length, inputs[4], strides[4])
             ptx.meet(1 + group, GROUP)
             self.factors(at, t, p, sums)
             ptx.meet(1 + group, GROUP)
-            self.pairs(at, t)
+            self.pairs(at, t, group)
             ptx.show_to_products()
             ptx.arrive(smem + self.full_at + slot * 8)
 
     @cute.jit
+    def close(self, at: Int32, t: Int32, rows: Int32) -> None:
+        """Raw gates from row `rows` on become what no decay comes from; each thread closes what it copied."""
+        octet = t & 15
+        for part in cutlass.range_constexpr(4):
+            row = (t >> 4) + 8 * part
+            if row >= rows:
+                if cutlass.const_expr(self.o.wide_gate):
+                    shut = [Float32(CLOSED)] * 4
+                    for half in cutlass.range_constexpr(2):
+                        ptx.store_shared(at + self.g_at + half * TILE + row * 256 + octet * 16, shut)
+                else:
+                    word = ptx.pack_bf16(Float32(CLOSED), Float32(CLOSED))
+                    ptx.store_shared(at + self.g_at + ptx.tile_at(row, octet, ROWS), [word, word, word, word])
+
+    @cute.jit
     def norms(self, at: Int32, t: Int32, scale: Float32) -> None:
-        """Factors of each row of q (scale included) and k, from raw q and k."""
-        lane, warp = t & 31, t >> 5
-        for part in cutlass.range_constexpr(2):
-            row = warp * 8 + part * 4 + (lane >> 3)
-            sums = []
-            for tile in cutlass.range_constexpr(2):
-                total = Float32(0.0)
-                for half in cutlass.range_constexpr(2):
-                    words = ptx.load_shared(at + tile * TILE + ptx.tile_at(row, half * 8 + (lane & 7), ROWS), 4)
-                    for word in words:
-                        low, high = ptx.unpack_bf16(word)
-                        total = total + low * low
-                        total = total + high * high
-                for distance in (1, 2, 4):
-                    total = total + cute.arch.shuffle_sync_bfly(total, distance)
-                sums.append(ptx.rsqrt(total + EPS))
-            if (lane & 7) == 0:
-                ptx.store_shared(at + self.norms_at + row * 8, [sums[0] * scale, sums[1]])
+        """Factors of each row of q (scale included) and k: the diagonal of q q^T and k k^T, 16 rows a warp."""
+        lane, warp = t & 31, cute.arch.make_warp_uniform(t >> 5)
+        chunk, of_k = warp >> 1, warp & 1
+        matrix = lane >> 3
+        row = chunk * CHUNK + (matrix & 1) * 8 + (lane & 7)
+        acc = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
+        for s in cutlass.range_constexpr(8):
+            A = ptx.load_matrices(at + of_k * TILE + ptx.tile_at(row, 2 * s + (matrix >> 1), ROWS), False)
+            acc[0] = ptx.mma("bf16", acc[0], A, [A[0], A[2]])
+            acc[1] = ptx.mma("bf16", acc[1], A, [A[1], A[3]])
+        i = lane >> 2
+        if (lane & 3) == (i >> 1):  # it holds the products of rows i and i + 8 with themselves
+            odd = (i & 1) == 1
+            first = acc[0][1] if odd else acc[0][0]
+            second = acc[1][3] if odd else acc[1][2]
+            factor = scale if of_k == 0 else Float32(1.0)
+            to = at + self.norms_at + (chunk * CHUNK + i) * 8 + of_k * 4
+            ptx.store_shared(to, [factor * ptx.rsqrt(first + EPS)])
+            ptx.store_shared(to + 64, [factor * ptx.rsqrt(second + EPS)])
 
     @cute.jit
     def gates(
-        self, at: Int32, t: Int32, p: Int32, step: Int32, length: Int32, a: Float32, bias: Any, bound: Float32
+        self, at: Int32, t: Int32, p: Int32, a: Float32, bias: Any, bound: Float32
     ) -> Any:
-        """Running sums of the base-2 gate of this thread's two channels and 16 rows; bias: times -a."""
+        """log2 c and running sums of the base-2 gate, of this thread's two channels and 16 rows; bias: times -a."""
         chunk = t >> 6
-        sums = [Float32(0.0), Float32(0.0)]
+        sums = [Float32(SHIFT), Float32(SHIFT)]
         rows = []
         for r in cutlass.range_constexpr(CHUNK):
             row = chunk * CHUNK + r
@@ -262,9 +282,8 @@ class Fused:
             else:
                 word = ptx.load_shared(at + self.g_at + ptx.tile_at(row, p >> 2, ROWS) + (p & 3) * 4)[0]
                 z = ptx.unpack_bf16(word)
-            here = Float32(bound) if step * ROWS + row < length else Float32(0.0)
             for c in cutlass.range_constexpr(2):
-                sums[c] = sums[c] + here * ptx.rcp(1.0 + ptx.exp2(bias[c] - a * z[c]))
+                sums[c] = sums[c] + bound * ptx.rcp(1.0 + ptx.exp2(bias[c] - a * z[c]))
             rows.append((sums[0], sums[1]))
         return rows
 
@@ -293,8 +312,8 @@ class Fused:
             row = chunk * CHUNK + r
             norm = ptx.load_shared_f32(at + self.norms_at + row * 8, 2)
             here = at + ptx.tile_at(row, p >> 2, ROWS) + (p & 3) * 4
-            near = [ptx.exp2(sums[r][c] + SHIFT) for c in range(2)]
-            far = [ptx.exp2(-SHIFT - sums[r][c]) for c in range(2)]
+            near = [ptx.exp2(sums[r][c]) for c in range(2)]
+            far = [ptx.exp2(-sums[r][c]) for c in range(2)]
             qs = ptx.unpack_bf16(ptx.load_shared(here)[0])
             ks = ptx.unpack_bf16(ptx.load_shared(here + TILE)[0])
             ks = [x * norm[1] for x in ks]
@@ -302,14 +321,14 @@ class Fused:
             ptx.store_shared(here + TILE, [ptx.pack_bf16(*(x * y for x, y in zip(ks, near, strict=True)))])
             ptx.store_shared(here + self.ck_at, [ptx.pack_bf16(*(x * y for x, y in zip(ks, far, strict=True)))])
         ptx.store_shared(
-            at + self.total_at + chunk * 512 + p * 8, [ptx.exp2(sums[CHUNK - 1][0]), ptx.exp2(sums[CHUNK - 1][1])]
+            at + self.total_at + chunk * 512 + p * 8, [ptx.exp2(sums[CHUNK - 1][0] - SHIFT), ptx.exp2(sums[CHUNK - 1][1] - SHIFT)]
         )
 
     @cute.jit
-    def pairs(self, at: Int32, t: Int32) -> None:
-        """Aqk (warps 0 and 2) and M (warps 1 and 3) of a chunk each."""
+    def pairs(self, at: Int32, t: Int32, group: Int32) -> None:
+        """Aqk (two warps) and M (two) of a chunk each; M's, the longer work, on other warps in each group."""
         lane, warp = t & 31, cute.arch.make_warp_uniform(t >> 5)
-        chunk, of_k = warp >> 1, warp & 1
+        chunk, of_k = warp >> 1, (warp ^ group) & 1
         matrix, row8 = lane >> 3, lane & 7
         # rows of A: (rows 0-7, 8-15) x (terms 0-7, 8-15); of ck: terms first
         a_row = chunk * CHUNK + (matrix & 1) * 8 + row8
@@ -349,10 +368,9 @@ class Fused:
         M = self.parted(P, i, j, 0)
         for level in cutlass.range_constexpr(1, 4):
             low = self.parted(P, i, j, level)
-            X = self.product(low, self.scaled(M, b), True)
-            X = [[x + y for x, y in zip(low[n], X[n], strict=True)] for n in range(2)]
-            Y = self.product(M, self.scaled(X, b), True)
-            M = [[m + x + y for m, x, y in zip(M[n], X[n], Y[n], strict=True)] for n in range(2)]
+            X = self.minus_product(low, low, self.scaled(M, b))
+            M = self.minus_product([[m + x for m, x in zip(M[n], X[n], strict=True)] for n in range(2)],
+                                   M, self.scaled(X, b))  # fmt: skip
         return M
 
     @cute.jit
@@ -371,14 +389,13 @@ class Fused:
         return [[M[tile][e] * b[e >> 1] for e in range(4)] for tile in range(2)]
 
     @cute.jit
-    def product(self, A: Any, B: Any, negative: cutlass.Constexpr) -> Any:
-        """A B (or -A B) of 16 x 16, both as accumulators are held."""
-        sign = -1.0 if negative else 1.0
-        a = [ptx.pack_f16(sign * A[n][2 * half], sign * A[n][2 * half + 1]) for n in range(2) for half in range(2)]
+    def minus_product(self, C: Any, A: Any, B: Any) -> Any:
+        """C - A B of 16 x 16, all as accumulators are held."""
+        a = [ptx.pack_f16(-A[n][2 * half], -A[n][2 * half + 1]) for n in range(2) for half in range(2)]
         out = []
         for n in cutlass.range_constexpr(2):
             b = [ptx.turn_matrix(ptx.pack_f16(B[n][2 * half], B[n][2 * half + 1])) for half in range(2)]
-            out.append(ptx.mma("f16", [Float32(0.0)] * 4, a, b))
+            out.append(ptx.mma("f16", C[n], a, b))
         return out
 
     # ------------------------------------------------------------------------------------------------- consumers
