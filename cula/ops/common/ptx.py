@@ -175,15 +175,19 @@ def tile_at(row: Any, octet: Any, rows: int) -> Any:
     return (octet >> 3) * (rows * ROW) + row * ROW + (((octet & 7) ^ (row & 7)) << 4)
 
 
-def tile_descriptor(address: Int32, stride: int, lead: int) -> Uint64:
-    """What `wgmma` needs of a swizzled tile: its address, bytes between 8 rows, bytes between 64 channels."""
-    fixed = (1 << 62) | ((stride >> 4) << 32) | ((lead >> 4) << 16)
-    return Uint64((address >> 4) & 0x3FFF) | Uint64(fixed)
+@dsl_user_op
+def _pair(low: Int32, high: int, *, loc: Any = None, ip: Any = None) -> Uint64:
+    return Uint64(_asm(T.i64(), [low], f"mov.b64 $0, {{$1, {high}}};", "=l,r", False, loc, ip))
 
 
-def matrix_descriptor(address: Int32, stride: int, lead: int) -> Uint64:
+def tile_descriptor(base: Int32, more: int, stride: int, lead: int) -> Uint64:
+    """What `wgmma` needs of a swizzled tile at base + more: bytes between 8 rows, bytes between 64 channels."""
+    return _pair((base >> 4) + ((more >> 4) | ((lead >> 4) << 16)), (1 << 30) | (stride >> 4))
+
+
+def matrix_descriptor(base: Int32, more: int, stride: int, lead: int) -> Uint64:
     """The same for plain 8 x 8 matrices of 128 bytes: bytes between those below and those beside each other."""
-    return Uint64((address >> 4) & 0x3FFF) | Uint64(((stride >> 4) << 32) | ((lead >> 4) << 16))
+    return _pair((base >> 4) + ((more >> 4) | ((lead >> 4) << 16)), stride >> 4)
 
 
 @dsl_user_op

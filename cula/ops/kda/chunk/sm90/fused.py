@@ -128,7 +128,7 @@ class Fused:
                 beta + (4 if self.o.wide_beta else 2) * (batch * sbb + first * sbt + Int64(hv) * sbh),
             )
             self.produce(
-                smem, tid & (GROUP - 1), group, steps, length, inputs, (2 * sqt, 2 * skt, 2 * svt, sgt, sbt),
+                smem, tid & (GROUP - 1), group, steps, length, inputs, (2 * sqt, 2 * skt, 2 * svt, (4 if self.o.wide_gate else 2) * sgt, sbt),
                 A_log + 4 * Int64(hv), dt_bias + 512 * Int64(hv), scale, lower_bound,
             )  # fmt: skip
         else:
@@ -166,27 +166,23 @@ class Fused:
     # ------------------------------------------------------------------------------------------------- producers
 
     @cute.jit
-    def load(self, at: Int32, t: Int32, step: Int32, length: Int32, inputs: Any, strides: Any) -> None:
-        """Start the copies of a step's q, k, v and g; rows past the end are zeros."""
-        q, k, v, g, _ = inputs
-        sq, sk, sv, sg, _ = strides
-        octet = t & 15
+    def load(self, at: Int32, t: Int32, rows: Int32, q: Int64, k: Int64, v: Int64, g: Int64, strides: Any) -> None:
+        """Start the copies of a step's q, k, v and g from this thread's row on; rows from the rows-th on are zeros."""
+        sq, sk, sv, sg = strides
+        octet, first = t & 15, t >> 4
         for part in cutlass.range_constexpr(4):
-            row = (t >> 4) + 8 * part
-            token = step * ROWS + row
-            take = Int32(16) if token < length else Int32(0)
-            token = Int64(token) if take > 0 else Int64(0)
-            to = at + ptx.tile_at(row, octet, ROWS)
-            more = Int64(octet) * 16
-            ptx.copy_16(to, q + token * sq + more, take)
-            ptx.copy_16(to + TILE, k + token * sk + more, take)
-            ptx.copy_16(to + self.v_at, v + token * sv + more, take)
+            row = first + 8 * part
+            take = Int32(16) if row < rows else Int32(0)
+            to = at + ptx.tile_at(first, octet, ROWS) + 8 * part * ptx.ROW  # the swizzle repeats every 8 rows
+            ptx.copy_16(to, q, take)
+            ptx.copy_16(to + TILE, k, take)
+            ptx.copy_16(to + self.v_at, v, take)
             if cutlass.const_expr(self.o.wide_gate):
                 for half in cutlass.range_constexpr(2):
-                    ptx.copy_16(at + self.g_at + half * TILE + row * 256 + octet * 16,
-                                g + 4 * token * sg + half * 256 + more, take)  # fmt: skip
+                    ptx.copy_16(at + self.g_at + half * TILE + row * 256 + octet * 16, g + half * 256, take)
             else:
-                ptx.copy_16(to + self.g_at, g + 2 * token * sg + more, take)
+                ptx.copy_16(to + self.g_at, g, take)
+            q, k, v, g = q + sq, k + sk, v + sv, g + sg
 
     @cute.jit
     def produce(
@@ -202,17 +198,26 @@ class Fused:
         if cutlass.const_expr(self.o.has_bias):
             bias = [-a * ptx.load_global(dt_bias + Int64(p) * 8 + 4 * c, "f32") for c in range(2)]
         bound = lower_bound * LOG2E
+        row = Int64(group * ROWS + (t >> 4))
+        beta, beta_stride = inputs[4], strides[4]
+        from_q, from_k, from_v, from_g = (
+            x + row * stride + Int64(t & 15) * 16 for x, stride in zip(inputs[:4], strides[:4], strict=True)
+        )
+        eight = tuple(8 * stride for stride in strides[:4])
         if group < steps:
-            self.load(smem + group * self.stage, t, group, length, inputs, strides)
+            self.load(smem + group * self.stage, t, length - group * ROWS, from_q, from_k, from_v, from_g, eight)
         ptx.commit_copies()
         for step in cutlass.range(group, steps, 2, unroll=1):
             following = step + 2
+            from_q, from_k = from_q + 8 * eight[0], from_k + 8 * eight[1]
+            from_v, from_g = from_v + 8 * eight[2], from_g + 8 * eight[3]
             if following < steps:
                 use = following // self.o.stages
                 slot = following - use * self.o.stages
                 if use > 0:
                     self.wait(smem + self.empty_at + slot * 8, (use - 1) & 1)
-                self.load(smem + slot * self.stage, t, following, length, inputs, strides)
+                rows = length - following * ROWS
+                self.load(smem + slot * self.stage, t, rows, from_q, from_k, from_v, from_g, eight)
             ptx.commit_copies()
             ptx.wait_copies(1)
             slot = step % self.o.stages
@@ -222,7 +227,7 @@ class Fused:
             ptx.meet(1 + group, GROUP)
             self.norms(at, t, scale)
             sums = self.gates(at, t, p, a, bias, bound)
-            self.betas(at, t, step, length, inputs[4], strides[4])
+            self.betas(at, t, step, length, beta, beta_stride)
             ptx.meet(1 + group, GROUP)
             self.factors(at, t, p, sums)
             ptx.meet(1 + group, GROUP)
@@ -268,9 +273,7 @@ class Fused:
             ptx.store_shared(to + 64, [factor * ptx.rsqrt(second + EPS)])
 
     @cute.jit
-    def gates(
-        self, at: Int32, t: Int32, p: Int32, a: Float32, bias: Any, bound: Float32
-    ) -> Any:
+    def gates(self, at: Int32, t: Int32, p: Int32, a: Float32, bias: Any, bound: Float32) -> Any:
         """log2 c and running sums of the base-2 gate, of this thread's two channels and 16 rows; bias: times -a."""
         chunk = t >> 6
         sums = [Float32(SHIFT), Float32(SHIFT)]
@@ -321,7 +324,8 @@ class Fused:
             ptx.store_shared(here + TILE, [ptx.pack_bf16(*(x * y for x, y in zip(ks, near, strict=True)))])
             ptx.store_shared(here + self.ck_at, [ptx.pack_bf16(*(x * y for x, y in zip(ks, far, strict=True)))])
         ptx.store_shared(
-            at + self.total_at + chunk * 512 + p * 8, [ptx.exp2(sums[CHUNK - 1][0] - SHIFT), ptx.exp2(sums[CHUNK - 1][1] - SHIFT)]
+            at + self.total_at + chunk * 512 + p * 8,
+            [ptx.exp2(sums[CHUNK - 1][0] - SHIFT), ptx.exp2(sums[CHUNK - 1][1] - SHIFT)],
         )
 
     @cute.jit
@@ -460,11 +464,11 @@ class Fused:
         ptx.begin_products()
         kS, out = zero, zero
         for s in cutlass.range_constexpr(8):
-            b = self.step_of(at + TILE, chunk, s)
+            b = self.step_of(at, TILE, chunk, s)
             kS = ptx.wgmma(16, kS, A[4 * s : 4 * s + 4], b, False, s > 0)
         ptx.commit_products()
         for s in cutlass.range_constexpr(8):
-            b = self.step_of(at, chunk, s)
+            b = self.step_of(at, 0, chunk, s)
             out = ptx.wgmma(16, out, A[4 * s : 4 * s + 4], b, False, s > 0)
         ptx.commit_products()
         matrix = lane >> 3
@@ -481,15 +485,15 @@ class Fused:
                 x += [low - kS[4 * n + 2 * half], high - kS[4 * n + 2 * half + 1]]
         y = self.times_beta(x, beta)
         ptx.begin_products()
-        M = ptx.matrix_descriptor(at + self.M_at + chunk * 512, 128, 256)
+        M = ptx.matrix_descriptor(at, self.M_at + chunk * 512, 128, 256)
         Mx = ptx.wgmma(16, zero, y, M, False, False)
         ptx.commit_products()
         ptx.wait_products(0)
         new = self.times_beta([a - b for a, b in zip(x, Mx, strict=True)], beta)
         ptx.begin_products()
-        Aqk = ptx.matrix_descriptor(at + self.Aqk_at + chunk * 512, 128, 256)
+        Aqk = ptx.matrix_descriptor(at, self.Aqk_at + chunk * 512, 128, 256)
         out = ptx.wgmma(16, out, new, Aqk, False, True)
-        ck = ptx.tile_descriptor(at + self.ck_at + chunk * (CHUNK * ptx.ROW), 1024, ROWS * ptx.ROW)
+        ck = ptx.tile_descriptor(at, self.ck_at + chunk * (CHUNK * ptx.ROW), 1024, ROWS * ptx.ROW)
         grown = ptx.wgmma(128, [S[e] for e in range(64)], new, ck, True, True)
         ptx.commit_products()
         ptx.wait_products(0)
@@ -499,11 +503,10 @@ class Fused:
                 S[4 * n + e] = grown[4 * n + e] * total[e & 1]
         return out
 
-    def step_of(self, tile: Int32, chunk: int, s: int) -> Any:
-        """Descriptor of terms 16 s .. 16 s + 15 of a chunk's rows."""
-        return ptx.tile_descriptor(
-            tile + (s // 4) * (ROWS * ptx.ROW) + chunk * (CHUNK * ptx.ROW) + (s % 4) * 32, 1024, 16
-        )
+    def step_of(self, at: Int32, tile: int, chunk: int, s: int) -> Any:
+        """Descriptor of terms 16 s .. 16 s + 15 of a chunk's rows in a tile."""
+        more = tile + (s // 4) * (ROWS * ptx.ROW) + chunk * (CHUNK * ptx.ROW) + (s % 4) * 32
+        return ptx.tile_descriptor(at, more, 1024, 16)
 
     def times_beta(self, x: Any, beta: Any) -> Any:
         """x times the beta of its columns, as the first operand of a product."""
