@@ -128,7 +128,8 @@ class Fused:
                 beta + (4 if self.o.wide_beta else 2) * (batch * sbb + first * sbt + Int64(hv) * sbh),
             )
             self.produce(
-                smem, tid & (GROUP - 1), group, steps, length, inputs, (2 * sqt, 2 * skt, 2 * svt, (4 if self.o.wide_gate else 2) * sgt, sbt),
+                smem, tid & (GROUP - 1), group, steps, length, inputs,
+                (2 * sqt, 2 * skt, 2 * svt, (4 if self.o.wide_gate else 2) * sgt, sbt),
                 A_log + 4 * Int64(hv), dt_bias + 512 * Int64(hv), scale, lower_bound,
             )  # fmt: skip
         else:
