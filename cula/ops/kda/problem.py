@@ -119,6 +119,8 @@ class Operands:
     position_offsets: Tensor | None = None
     states_out: Tensor | None = None
     states_out_indices: Tensor | None = None
+    parent: Tensor | None = None
+    rollback: Any = None
     update_state: bool = False
     null_index: int = -1
     out: Tensor | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cula.host.arch import Target, has_numba
+from cula.host.arch import Target, has_numba, has_triton
 from cula.host.table import Row, Rule
 
 RECURRENT = "recurrent"
@@ -26,7 +26,27 @@ _STEPWISE = (_rule(lambda p, t: t.kind != "meta", "needs tensors with values, go
 _LENGTHS = _rule(lambda p, t: p.host_lengths, "needs the sequence lengths on the host")
 
 
+_PORTABLE = (
+    _rule(lambda p, t: t.kind == "cuda", "needs a GPU that Triton supports, got {t.name}"),
+    _rule(lambda p, t: has_triton() or not t.live, "needs triton; it comes with torch for CUDA, or: pip install triton"),
+    _rule(lambda p, t: p.dtype != "fp64", "needs bf16, fp16 or fp32 inputs, got {p.dtype}"),
+    _rule(lambda p, t: p.K <= 512, "needs K <= 512, got {p.K}"),
+)
+
+
 def _rows(stage: str, extra: tuple[Rule, ...]) -> tuple[Row, ...]:
+    portable = Row(
+        name="portable",
+        mechanism="one warp per tile",
+        algorithm="kda",
+        stage=stage,
+        arch="any GPU of Triton's",
+        dsl="triton",
+        status="compiled for sm80, sm90, sm100, not run",
+        entry="cula.ops.kda.decode.portable.launch:run",
+        rules=_PORTABLE,
+        verified=False,
+    )
     fused = Row(
         name="eager",
         mechanism="fused",
@@ -49,7 +69,7 @@ def _rows(stage: str, extra: tuple[Rule, ...]) -> tuple[Row, ...]:
         entry="cula.ops.kda.decode.eager.stepwise:run",
         rules=(*_STEPWISE, *extra),
     )
-    return fused, stepwise
+    return portable, fused, stepwise
 
 
 STAGES: dict[str, Sequence[Row]] = {
