@@ -28,7 +28,9 @@ _LENGTHS = _rule(lambda p, t: p.host_lengths, "needs the sequence lengths on the
 
 _PORTABLE = (
     _rule(lambda p, t: t.kind == "cuda", "needs a GPU that Triton supports, got {t.name}"),
-    _rule(lambda p, t: has_triton() or not t.live, "needs triton; it comes with torch for CUDA, or: pip install triton"),
+    _rule(
+        lambda p, t: has_triton() or not t.live, "needs triton; it comes with torch for CUDA, or: pip install triton"
+    ),
     _rule(lambda p, t: p.dtype != "fp64", "needs bf16, fp16 or fp32 inputs, got {p.dtype}"),
     _rule(lambda p, t: p.K <= 512, "needs K <= 512, got {p.K}"),
 )

@@ -76,11 +76,17 @@ def boundaries(cu_seqlens, n, cu_n, total, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def wide(stride, UNIT: tl.constexpr):
+    """A stride in elements, 64 bits (which the interpreter would not make of its annotation)."""
+    return stride.to(tl.int64) * UNIT
+
+
+@triton.jit
 def tile_at(vv, kk, stride, UNIT: tl.constexpr, INNER: tl.constexpr):
     """Offsets of a tile's elements in a state; INNER: the stride of K, 0 where V's is 1 (K-first) and `stride` K's."""
     if INNER == 0:
-        return kk[:, None, :].to(tl.int64) * (stride * UNIT) + vv[None, :, None]
-    at = vv[None, :, None].to(tl.int64) * (stride * UNIT) + kk[:, None, :] * INNER
+        return kk[:, None, :].to(tl.int64) * wide(stride, UNIT) + vv[None, :, None]
+    at = vv[None, :, None].to(tl.int64) * wide(stride, UNIT) + kk[:, None, :] * INNER
     if INNER == 1:  # 2 breaks a tie for the compiler: lanes beyond KI go to rows of V, not to KC
         at = tl.max_contiguous(at, (1, 2, kk.shape[1]))
     return at
@@ -189,7 +195,7 @@ def step_kernel(
     if READ == NONE:
         S = tl.zeros((KC, BV, KI), tl.float32)
     else:
-        at = tl.maximum(slot, 0) * (s_n * SRC) + hv * (s_h * SRC) + tile_at(vv, kk, s_v, SRC, SRC_K)
+        at = tl.maximum(slot, 0) * wide(s_n, SRC) + hv * wide(s_h, SRC) + tile_at(vv, kk, s_v, SRC, SRC_K)
         S = tl.load(source + at, mask=tile_mask(vv, kk, slot >= 0, K, V, KP), other=0.0).to(tl.float32)
     if TREE:
         committed = S
@@ -199,10 +205,10 @@ def step_kernel(
         row, length = boundaries(cu_seqlens, n, cu_n, total, 128)
         count = tl.minimum(length, tokens)
     done = tl.where(slot >= 0, count, 0).to(tl.int32)
-    q += row * (q_n * IN) + hq * (q_h * IN)
-    k += row * (k_n * IN) + hq * (k_h * IN)
-    v += row * (v_n * IN) + hv * (v_h * IN)
-    g += row * (g_n * IN) + hv * (g_h * IN)
+    q += row * wide(q_n, IN) + hq * wide(q_h, IN)
+    k += row * wide(k_n, IN) + hq * wide(k_h, IN)
+    v += row * wide(v_n, IN) + hv * wide(v_h, IN)
+    g += row * wide(g_n, IN) + hv * wide(g_h, IN)
     beta += row * b_n + hv * b_h
     o += row * o_n + hv * o_h
     a = 1.0
@@ -225,10 +231,10 @@ def step_kernel(
                 S = committed
                 for j in range(0, t):
                     if (path >> j) & 1 != 0:
-                        yk = finished_keys(tl.load(k + j * (k_t * IN) + kk, mask=kk < K, other=0.0), L2NORM)
-                        yg = tl.load(g + j * (g_t * IN) + kk, mask=kk < K, other=0.0)
+                        yk = finished_keys(tl.load(k + j * wide(k_t, IN) + kk, mask=kk < K, other=0.0), L2NORM)
+                        yg = tl.load(g + j * wide(g_t, IN) + kk, mask=kk < K, other=0.0)
                         yd = power_of_two(finished_gate(yg, bias, a, lower_bound, GATE, HAS_BIAS))
-                        yv = tl.load(v + j * (v_t * IN) + vv, mask=vv < V, other=0.0).to(tl.float32)
+                        yv = tl.load(v + j * wide(v_t, IN) + vv, mask=vv < V, other=0.0).to(tl.float32)
                         yb = finished_beta(tl.load(beta + j * b_t), SIGMOID, DOUBLE)
                         yu = yb * (yv - over_keys(S * (yd * yk)[:, None, :]))
                         S = updated(S, yd, yk, yu, source.dtype.element_ty, ROUND)
@@ -239,10 +245,10 @@ def step_kernel(
         bb = finished_beta(next_b, SIGMOID, DOUBLE)
         after = t + 1  # loaded a token ahead
         some = kk < tl.where(after < done, K, 0)
-        next_q = tl.load(q + after * (q_t * IN) + kk, mask=some, other=0.0)
-        next_k = tl.load(k + after * (k_t * IN) + kk, mask=some, other=0.0)
-        next_g = tl.load(g + after * (g_t * IN) + kk, mask=some, other=0.0)
-        next_v = tl.load(v + after * (v_t * IN) + vv, mask=vv < tl.where(after < done, V, 0), other=0.0)
+        next_q = tl.load(q + after * wide(q_t, IN) + kk, mask=some, other=0.0)
+        next_k = tl.load(k + after * wide(k_t, IN) + kk, mask=some, other=0.0)
+        next_g = tl.load(g + after * wide(g_t, IN) + kk, mask=some, other=0.0)
+        next_v = tl.load(v + after * wide(v_t, IN) + vv, mask=vv < tl.where(after < done, V, 0), other=0.0)
         next_b = tl.load(beta + after * b_t, mask=after < done, other=0.0)
         d = power_of_two(gate)
         kq = tl.sum(bk * bq)
@@ -259,7 +265,7 @@ def step_kernel(
             tl.store(roll_g + place * K + kk, gate * LN2, mask=first)
         if KEEP:
             to = valid_slot(keep + row * keep_n, t * keep_t, kept_slots, null_index)
-            at = tl.maximum(to, 0) * (x_n * OUT) + hv * (x_h * OUT) + tile_at(vv, kk, x_v, OUT, OUT_K)
+            at = tl.maximum(to, 0) * wide(x_n, OUT) + hv * wide(x_h, OUT) + tile_at(vv, kk, x_v, OUT, OUT_K)
             tl.store(kept + at, S.to(kept.dtype.element_ty), mask=tile_mask(vv, kk, to >= 0, K, V, KP))
     if ROLL:
         tl.store(roll_count + n, done, mask=(iv == 0) & (hv == 0))
@@ -268,7 +274,7 @@ def step_kernel(
         if WRITE == INDEX:
             to = valid_slot(write, n * write_n, target_slots, null_index)
             to = tl.where(slot >= 0, to, -1)
-        at = tl.maximum(to, 0) * (d_n * DST) + hv * (d_h * DST) + tile_at(vv, kk, d_v, DST, DST_K)
+        at = tl.maximum(to, 0) * wide(d_n, DST) + hv * wide(d_h, DST) + tile_at(vv, kk, d_v, DST, DST_K)
         tl.store(target + at, S.to(target.dtype.element_ty), mask=tile_mask(vv, kk, to >= 0, K, V, KP))
     fill = count
     if PACKED:

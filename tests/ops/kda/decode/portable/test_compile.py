@@ -1,0 +1,92 @@
+"""The portable decode kernels compiled for GPUs that are not here: vector accesses, registers, no recompile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+WORKER = Path(__file__).with_name("compile_only.py")
+ROOT = WORKER.parents[5]
+
+#: Seconds that one kernel may take; the slowest takes 3 with both cores busy.
+SLOWEST = 60.0
+#: Bytes of shared memory that vectors over K need to reach all lanes: a state tile would take 4 KiB or more.
+VECTORS = 1024
+
+
+def compiled(arch: str, *jobs: str, cache: Path) -> dict[str, list[dict[str, Any]]]:
+    """{job: facts of each compilation}; a failed compilation fails the test."""
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache), "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    command = [sys.executable, "-W", "ignore", str(WORKER), arch, *jobs]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for job, kernels in found.items():
+        for facts in kernels:
+            assert facts["seconds"] < SLOWEST and facts["shared"] <= VECTORS and not facts["spills"], (job, facts)
+    return found
+
+
+def accesses(kernels: list[dict[str, Any]]) -> tuple[int, int]:
+    """128-bit loads and stores of the only compilation."""
+    (facts,) = kernels
+    return facts["loads"], facts["stores"]
+
+
+#: Elements of a program's tile; 32 lanes move 128 fp32 or 256 bf16 elements of it with one 128-bit access each.
+TILE, FEW, DRAFT = 2048, 1024, 4096
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
+def test_a_state_moves_in_vectors_through_registers_alone(arch: str, tmp_path: Path) -> None:
+    found = compiled(arch, "decode", "bf16_pool", "verify", cache=tmp_path)
+    loads, stores = accesses(found["decode"])
+    assert stores == TILE // 128 and stores <= loads <= stores + 1  # and dt_bias
+    loads, stores = accesses(found["bf16_pool"])
+    assert stores == TILE // 256 and stores <= loads <= stores + 1
+    loads, stores = accesses(found["verify"])
+    assert stores == 0 and DRAFT // 128 <= loads <= DRAFT // 128 + 1
+
+
+def test_every_fast_size_moves_in_vectors(tmp_path: Path) -> None:
+    found = compiled("sm90", "few", "K64", "K256", "padded", "unaligned", "keep", cache=tmp_path)
+    for job, elements in {"few": FEW, "K64": TILE, "K256": TILE, "padded": TILE}.items():
+        loads, stores = accesses(found[job])
+        assert stores == elements // 128 and stores <= loads <= stores + 10, job
+    assert accesses(found["keep"])[1] == 2 * DRAFT // 128
+    assert accesses(found["unaligned"])[1] == 0  # slots 2 elements off a multiple of 16 bytes: right, and slower
+
+
+def test_k_first_states_compile(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", str(WORKER), "sm90", "recurrent"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (facts,) = json.loads(done.stdout.splitlines()[-1])["recurrent"]
+    assert facts["loads"] and facts["stores"] and not facts["spills"]
+
+
+def test_one_kernel_serves_all_batches_lengths_and_packings(tmp_path: Path) -> None:
+    found = compiled("sm90", "batches_vary", "drafts_vary", "packings_vary", cache=tmp_path)
+    assert len(found["batches_vary"]) == 2  # small tiles where they fill the card, else large ones
+    assert {facts["call"] for facts in found["drafts_vary"]} == {1}
+    assert {facts["call"] for facts in found["packings_vary"]} == {1}
+
+
+def test_decode_and_verify_are_the_same_arithmetic(tmp_path: Path) -> None:
+    """One instruction of a kind more would be another rounding: bits would differ."""
+    decode, *others = compiled("sm90", "one_arithmetic", cache=tmp_path)["one_arithmetic"]
+    assert len(others) == 3 and decode["arithmetic"]["fma"] > 0
+    for facts in others:
+        assert facts["arithmetic"] == decode["arithmetic"]
