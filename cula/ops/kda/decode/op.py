@@ -134,7 +134,8 @@ def kda_decode(
         state_indices: `[N]` int32 or int64, any stride: the slot of each sequence; or `[N, S+1]` with
             `num_accepted_tokens [N]` (1..S+1): column accepted - 1 is read, and `write_indices` is required.
             A row that reads a null or out-of-range slot gives zeros and touches nothing.
-        write_indices: `[N]` slots that get the new states (default: those that were read); null is skipped.
+        write_indices: `[N]` slots that get the new states (default: those that were read); null is skipped. On a GPU
+            no row may write a slot that another row of the call reads: nothing orders the two.
         A_log, dt_bias, lower_bound, gate_is_raw: the gate, as in `kda_prefill`; likewise scale, beta_is_logits,
             normalize_qk, allow_neg_eigval, null_index, out, implementation.
 
@@ -203,7 +204,8 @@ def kda_verify(
         q, k, v, g, beta: `[N, T, ...]` as `kda_decode`, or packed `[1, total, ...]` with `cu_seqlens [N+1]`.
         state_pool, state_indices, num_accepted_tokens: the state that is read, as `kda_decode`.
         states_out: any pool `[slots, HV, V, K]` (`state_pool` too); states_out_indices: `[N, T]`, packed `[total]`:
-            the slot that gets the state after each token; null is skipped. The two go together.
+            the slot that gets the state after each token; null is skipped. The two go together. On a GPU no sequence
+            may write a slot that another one of the call reads.
         update_state: also write the state after the last token to the slot that was read.
         parent, rollback: tree drafts and rollback buffers, which no implementation has in this version.
         A_log: HV elements. dt_bias: `[HV*K]` or `[HV, K]`. lower_bound: finite and < 0, or None for softplus.

@@ -33,7 +33,7 @@ from cula.ops.kda.decode.portable import config
 
 ARITHMETIC = {
     "fma": r"fma\.rn\.f32", "mul": r"mul(?:\.rn)?\.f32", "add": r"add(?:\.rn)?\.f32", "sub": r"sub(?:\.rn)?\.f32",
-    "ex2": r"ex2\.approx", "rcp": r"rcp\.approx", "sqrt": r"sqrt\.", "shuffle": r"shfl\.sync",
+    "ex2": r"ex2\.approx", "rcp": r"rcp\.approx", "sqrt": r"sqrt\.",
 }  # fmt: skip
 
 compiled: list[dict[str, Any]] = []

@@ -207,8 +207,8 @@ def test_calls_that_look_alike_are_still_themselves() -> None:
 
 def test_boundaries_that_only_a_device_knows_are_clamped() -> None:
     from cula.ops.kda.decode.eager import stepwise
-    from cula.ops.kda.decode.portable import launch
     from cula.ops.kda.decode.parse import ServingArguments, parse_serving
+    from cula.ops.kda.decode.portable import launch
     from cula.ops.kda.problem import ActivationArguments
 
     p = make(Case(T=12, lengths=(3, 4, 5), K=16, V=16))
