@@ -14,13 +14,14 @@ from cula.ops.kda.decode import calls
 from cula.ops.kda.decode.parse import (
     RecurrentOptions,
     ServingArguments,
+    check_parent,
     check_states_out,
     check_write_indices,
     parse_recurrent,
     parse_serving,
-    refuse_drafts,
 )
 from cula.ops.kda.decode.policy import DECODE, RECURRENT, STAGES, VERIFY
+from cula.ops.kda.decode.rollback import with_drafts
 from cula.ops.kda.problem import ActivationArguments
 
 Tensor = torch.Tensor
@@ -207,7 +208,11 @@ def kda_verify(
             the slot that gets the state after each token; null is skipped. The two go together. On a GPU no sequence
             may write a slot that another one of the call reads.
         update_state: also write the state after the last token to the slot that was read.
-        parent, rollback: tree drafts and rollback buffers, which no implementation has in this version.
+        parent: int32 or int64, `[N, T]` or packed `[total]`, for tree drafts: the earlier token of the same sequence
+            (counted from its first) whose state this token continues; -1, or any other value, is the committed state.
+            Excludes update_state and rollback.
+        rollback: a `KDARollback` with room for N sequences, filled for `kda_rollback`. Where only the device knows the
+            lengths, no sequence may have more tokens than it has room for: the outputs of further ones are zeros.
         A_log: HV elements. dt_bias: `[HV*K]` or `[HV, K]`. lower_bound: finite and < 0, or None for softplus.
         scale: multiplies q; K**-0.5 by default. gate_is_raw, beta_is_logits, normalize_qk, allow_neg_eigval: the
             gate is raw, beta logits (doubled after the sigmoid), q and k unnormalised.
@@ -229,7 +234,9 @@ def kda_verify(
         accepted=num_accepted_tokens, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     check_states_out(problem, x, states_out, states_out_indices, update_state)
-    refuse_drafts(parent, rollback, update_state)
+    check_parent(problem, x, parent, rollback)
+    if parent is not None or rollback is not None:
+        problem = with_drafts(problem, x, rollback)
     if env.debug():
         check_values(problem, x)
     row = choose(STAGES[VERIFY], problem, x.target, forward_only_name(implementation, "kda_verify"))

@@ -11,6 +11,8 @@ from cula.host.table import Row, Rule
 RECURRENT = "recurrent"
 DECODE = "decode"
 VERIFY = "verify"
+ROLLBACK = "rollback"
+FUSED = "decode fused"
 
 
 def _rule(holds: Callable[[Any, Target], bool], reason: str) -> Rule:
@@ -36,19 +38,37 @@ _PORTABLE = (
 )
 
 
-def _rows(stage: str, extra: tuple[Rule, ...]) -> tuple[Row, ...]:
-    portable = Row(
+def _portable(stage: str, mechanism: str, entry: str, *rules: Rule) -> Row:
+    return Row(
         name="portable",
-        mechanism="one warp per tile",
+        mechanism=mechanism,
         algorithm="kda",
         stage=stage,
         arch="any GPU of Triton's",
         dsl="triton",
-        status="compiled for sm80, sm90, sm100, not run",
-        entry="cula.ops.kda.decode.portable.launch:run",
-        rules=_PORTABLE,
+        status="compiled, not run (sm80, sm90, sm100)",
+        entry=f"cula.ops.kda.decode.portable.{entry}",
+        rules=(*_PORTABLE, *rules),
         verified=False,
     )
+
+
+def _torch(stage: str, mechanism: str, entry: str, *rules: Rule) -> Row:
+    return Row(
+        name="eager",
+        mechanism=mechanism,
+        algorithm="kda",
+        stage=stage,
+        arch="any device",
+        dsl="torch",
+        status="measured on CPU (x86-64, AVX-512); checked on one H200",
+        entry=f"cula.ops.kda.decode.eager.{entry}",
+        rules=(*_STEPWISE, *rules),
+    )
+
+
+def _rows(stage: str, extra: tuple[Rule, ...]) -> tuple[Row, ...]:
+    portable = _portable(stage, "one warp per tile", "launch:run")
     fused = Row(
         name="eager",
         mechanism="fused",
@@ -60,17 +80,7 @@ def _rows(stage: str, extra: tuple[Rule, ...]) -> tuple[Row, ...]:
         entry="cula.ops.kda.decode.eager.fused:run",
         rules=(*_FUSED, *extra),
     )
-    stepwise = Row(
-        name="eager",
-        mechanism="stepwise",
-        algorithm="kda",
-        stage=stage,
-        arch="any device",
-        dsl="torch",
-        status="measured on CPU (x86-64, AVX-512); checked on one H200",
-        entry="cula.ops.kda.decode.eager.stepwise:run",
-        rules=(*_STEPWISE, *extra),
-    )
+    stepwise = _torch(stage, "stepwise", "stepwise:run", *extra)
     return portable, fused, stepwise
 
 
@@ -78,4 +88,6 @@ STAGES: dict[str, Sequence[Row]] = {
     RECURRENT: _rows(RECURRENT, (_LENGTHS,)),
     DECODE: _rows(DECODE, ()),
     VERIFY: _rows(VERIFY, ()),
+    ROLLBACK: (_torch(ROLLBACK, "stepwise", "commit:run"),),
+    FUSED: (_torch(FUSED, "convolution and step", "serving_step:run"),),
 }
