@@ -88,6 +88,9 @@ STAGES: dict[str, Sequence[Row]] = {
     RECURRENT: _rows(RECURRENT, (_LENGTHS,)),
     DECODE: _rows(DECODE, ()),
     VERIFY: _rows(VERIFY, ()),
-    ROLLBACK: (_torch(ROLLBACK, "stepwise", "commit:run"),),
+    ROLLBACK: (
+        _portable(ROLLBACK, "one warp per tile", "commit:run"),
+        _torch(ROLLBACK, "stepwise", "commit:run"),
+    ),
     FUSED: (_torch(FUSED, "convolution and step", "serving_step:run"),),
 }

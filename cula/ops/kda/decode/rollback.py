@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cula.host import env
-from cula.host.arch import target_of
+from cula.host.arch import Target, target_of
 from cula.host.errors import DeviceError, DtypeError, RangeError, ShapeError
 from cula.host.table import choose, forward_only_name
 from cula.host.varlen import check_index_tensor
@@ -75,6 +75,7 @@ class RollbackOperands:
     rollback: KDARollback
     accepted: Tensor
     null_index: int
+    target: Target
 
 
 def check_rollback(r: Any, sizes: tuple[int, int, int, int], tokens: int, dtype: str, device: Any) -> None:
@@ -141,7 +142,8 @@ def kda_rollback(
     check_pool("state_pool", state_pool, (HV, V, K), dtype, device)
     check_index_tensor("state_indices", state_indices, (N,), device)
     check_index_tensor("num_accepted_tokens", num_accepted_tokens, (N,), device)
-    x = RollbackOperands(state_pool, state_indices, rollback, num_accepted_tokens, parse_null_index(null_index))
+    null_index, target = parse_null_index(null_index), target_of(device)
+    x = RollbackOperands(state_pool, state_indices, rollback, num_accepted_tokens, null_index, target)
     if env.debug():
         check_slots("state_indices", state_indices, state_pool.shape[0], x.null_index)
         check_range("num_accepted_tokens", num_accepted_tokens, 0, T)
@@ -150,4 +152,4 @@ def kda_rollback(
         tokens=T, rollback=True,
     )  # fmt: skip
     name = forward_only_name(implementation, "kda_rollback")
-    choose(STAGES[ROLLBACK], problem, target_of(device), name).load()(problem, x)
+    choose(STAGES[ROLLBACK], problem, target, name).load()(problem, x)

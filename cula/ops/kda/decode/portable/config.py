@@ -8,7 +8,8 @@ from cula.host.arch import Target
 from cula.ops.kda.problem import KDAProblem
 
 #: fp32 state elements of one program, one warp: a lone token waits for memory alone, so many small programs; several
-#: tokens share what a program does once per token, so larger ones; where heads are few, the smallest fill the card.
+#: tokens share what a program does once per token, so larger ones, but for trees, which hold two states; where heads
+#: are few, the smallest fill the card.
 FEW, ONE_TOKEN, MANY_TOKENS = 1024, 2048, 4096
 #: Programs per multiprocessor below which the smallest tiles are used.
 FILLED = 16
@@ -32,7 +33,7 @@ def configure(p: KDAProblem, t: Target) -> Config:
     """The configuration of a problem on a target; KP and KI, which decide bits, do not depend on tokens or batch."""
     KP = pow2(p.K, 16)
     KI = min(KP, 64 if p.state_dtype == "bf16" else 32)
-    elements = ONE_TOKEN if p.tokens == 1 else MANY_TOKENS
+    elements = ONE_TOKEN if p.tokens <= 2 or p.tree else MANY_TOKENS
     if p.N * p.HV * pow2(p.V) * KP < FILLED * max(t.sm_count, 1) * elements:
         elements = FEW
     return Config(KP, KI, min(pow2(p.V), max(4, elements // KP)))

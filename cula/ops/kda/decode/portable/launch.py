@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -10,46 +9,28 @@ from typing import Any
 import torch
 import triton
 
-from cula.host.errors import NotSupportedError
 from cula.ops.kda.decode.portable import step
 from cula.ops.kda.decode.portable.config import configure
+from cula.ops.kda.decode.portable.layout import (
+    COLUMN,
+    INDEX,
+    NONE,
+    ROW,
+    SAME,
+    on_device_of,
+    programs_of,
+    rows_of,
+    states,
+)
 from cula.ops.kda.problem import KDAProblem, Operands
 
 Tensor = torch.Tensor
 
 GATES = {"finished": step.FINISHED.value, "softplus": step.SOFTPLUS.value, "lower_bound": step.LOWER_BOUND.value}
-NONE, ROW, INDEX, COLUMN, SAME = (
-    mode.value for mode in (step.NONE, step.ROW, step.INDEX, step.COLUMN, step.SAME)
-)  # fmt: skip
 #: A compiled kernel is launched again without Triton's binder, through an interface that these versions have.
 DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
-MAX_PROGRAMS = 2**31 - 1
 #: Tokens of a sequence of kda_verify.
 MAX_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class States:
-    """How the states at one end of a walk lie.
-
-    rows: how many there are, for slots that are out of range. unit divides `strides`, those of rows, heads and V (K
-    where `inner` is 0: K-first), which count units. inner: K's stride.
-    """
-
-    rows: int = 0
-    strides: tuple[int, int, int] = (0, 0, 0)
-    unit: int = 16
-    inner: int = 1
-
-
-def states(mode: int, tensor: Tensor, k_first: bool) -> States:
-    """Where states `[rows, HV, V, K]`, or K-first ones `[rows, HV, K, V]` of innermost stride 1, lie."""
-    if mode == NONE:
-        return States()
-    n, h, row, inner = tensor.stride()
-    n, h = n if tensor.shape[0] > 1 else 0, h if tensor.shape[1] > 1 else 0
-    unit = gcd(16, n, h, row)
-    return States(tensor.shape[0], (n // unit, h // unit, row // unit), unit, 0 if k_first else inner)
 
 
 @dataclass
@@ -75,10 +56,13 @@ class Launch:
 
 
 def aligned(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether all tensors that Triton asks lie at multiples of 16 bytes."""
+    """Whether all tensors whose alignment Triton asks for lie at multiples of 16 bytes."""
     q, k, v, g, _, _, bias, o, source, target, kept = tensors[:11]
     at = q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr() | bias.data_ptr() | o.data_ptr()
-    return not (at | source.data_ptr() | target.data_ptr() | kept.data_ptr()) & 15
+    at |= source.data_ptr() | target.data_ptr() | kept.data_ptr()
+    for part in tensors[17:20]:  # of a rollback
+        at |= part.data_ptr()
+    return not at & 15
 
 
 def strides_of(p: KDAProblem, t: Tensor) -> tuple[int, int, int]:
@@ -87,11 +71,6 @@ def strides_of(p: KDAProblem, t: Tensor) -> tuple[int, int, int]:
     if p.packed or p.N != p.B:
         across = along
     return (across if p.N > 1 else 0, along if t.shape[1] > 1 else 0, head if t.shape[2] > 1 else 0)
-
-
-def rows_of(t: Tensor) -> Tensor:
-    """An input whose innermost dimension is contiguous: itself, but for odd views."""
-    return t if t.stride(-1) == 1 or t.shape[-1] == 1 else t.contiguous()
 
 
 def run(p: KDAProblem, x: Operands) -> Any:
@@ -126,13 +105,6 @@ def _recurrent(p: KDAProblem, x: Operands) -> tuple[Tensor, Tensor | None]:
     return o, final
 
 
-def on_device_of(t: Tensor) -> Any:
-    """Launches within go to the device of a tensor."""
-    if t.device.type != "cuda" or t.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(t.device)
-
-
 def launch_step(p: KDAProblem, x: Operands, o: Tensor, source: tuple[int, Tensor], target: tuple[int, Tensor]) -> None:
     """One launch, from what an earlier call of the same form and strides left in `x.memo`."""
     q, kept, roll = x.q, x.states_out, x.rollback
@@ -164,9 +136,6 @@ def prepare(p: KDAProblem, x: Operands, tensors: tuple[Tensor, ...], read: int, 
     out = states(NONE if x.states_out is None else ROW, kept, False)
     outer = [strides_of(p, t) for t in (q, k, v, g)]
     unit = gcd(16, p.K, p.V, *(s for strides in outer for s in strides))
-    programs = p.N * p.HV * -(-p.V // c.BV)
-    if programs > MAX_PROGRAMS:
-        raise NotSupportedError(f"portable needs fewer than 2^31 programs, got {programs}: split the sequences")
     indices = x.read_indices
     integers = (
         *(s // unit for strides in outer for s in strides), *strides_of(p, beta), *strides_of(p, o),
@@ -187,7 +156,7 @@ def prepare(p: KDAProblem, x: Operands, tensors: tuple[Tensor, ...], read: int, 
         "READ": read, "WRITE": write, "KEEP": x.states_out is not None, "TREE": x.parent is not None,
         "ROLL": x.rollback is not None, "ROUND": p.pool and source.dtype != torch.float32,
     }  # fmt: skip
-    return Launch((programs, 1, 1), integers, (p.scale, p.lower_bound or 0.0), constants)
+    return Launch((programs_of(p, c), 1, 1), integers, (p.scale, p.lower_bound or 0.0), constants)
 
 
 def token_strides(indices: Tensor | None) -> tuple[int, int]:

@@ -40,7 +40,8 @@ INTEGERS = [
     "read_n", "read_c", "write_n", "accepted_n", "cu_n", "keep_n", "keep_t", "parent_n", "parent_t",
     "slots", "target_slots", "kept_slots", "null_index", "columns", "N", "tokens", "total", "roll_T",
 ]  # fmt: skip
-INDICES = ["read", "write", "accepted", "cu_seqlens", "keep", "parent"]
+#: Tensors whose alignment makes no difference.
+SCALARS = ["beta", "A_log", "read", "write", "accepted", "cu_seqlens", "keep", "parent", "roll_count"]
 
 
 @triton.jit
@@ -163,7 +164,7 @@ def ancestors(parent, t, parent_t):
     return path
 
 
-@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=SCALARS)
 def step_kernel(
     q, k, v, g, beta, A_log, dt_bias, o, source, target, kept, read, write, accepted, cu_seqlens, keep, parent,
     roll_k, roll_u, roll_g, roll_count,

@@ -27,8 +27,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from cula.host.arch import parse_target
-from cula.kda import fused_recurrent_kda, kda_decode, kda_verify
-from cula.ops.kda.decode import parse
+from cula.kda import KDARollback, fused_recurrent_kda, kda_decode, kda_rollback, kda_verify
+from cula.ops.kda.decode import parse, rollback
 from cula.ops.kda.decode.portable import config
 
 ARITHMETIC = {
@@ -53,7 +53,7 @@ def install(arch: str) -> None:
             get_active_torch_device=lambda: torch.device("cpu"),
         )
     )
-    parse.target_of = lambda device: target
+    parse.target_of = rollback.target_of = lambda device: target
     JITFunction.__getitem__ = lambda self, grid: lambda *args, **options: note(self, grid, args, options)
 
 
@@ -125,6 +125,15 @@ def call(
     (kda_verify if verify else kda_decode)(*inputs(*rows, H, HV, K, V, torch.bfloat16), **given)
 
 
+def drafts() -> None:
+    """A tree, and a rollback filled and committed."""
+    call(T=4, verify=True, parent=torch.empty(64, 4, dtype=torch.int32))
+    r = KDARollback.allocate(64, 4, 64, 128, 128, "cpu")
+    call(T=4, verify=True, rollback=r)
+    index = torch.empty(64, dtype=torch.int32)
+    kda_rollback(torch.empty(65, 64, 128, 128), index, r, index, implementation="portable")
+
+
 def recurrent(**flags: Any) -> None:
     """fused_recurrent_kda with states, K-first unless told otherwise."""
     q, k, v, g, beta = inputs(2, 100, 4, 4, 128, 128, torch.bfloat16)
@@ -171,6 +180,7 @@ JOBS: dict[str, Callable[[], None]] = {
     "unaligned": lambda: call(pad=2),
     "verify": lambda: call(T=4, verify=True),
     "keep": lambda: call(T=4, verify=True, keep=True, update_state=True),
+    "drafts": drafts,
     "recurrent": recurrent,
     "batches_vary": batches_vary,
     "drafts_vary": drafts_vary,

@@ -68,6 +68,13 @@ def test_every_fast_size_moves_in_vectors(tmp_path: Path) -> None:
     assert accesses(found["unaligned"])[1] == 0  # slots 2 elements off a multiple of 16 bytes: right, and slower
 
 
+def test_drafts_move_in_vectors(tmp_path: Path) -> None:
+    tree, roll, commit = compiled("sm90", "drafts", cache=tmp_path)["drafts"]
+    assert TILE // 128 <= tree["loads"] <= TILE // 128 + 1 and tree["stores"] == 0
+    assert DRAFT // 128 <= roll["loads"] <= DRAFT // 128 + 1
+    assert commit["name"] == "commit_kernel" and commit["stores"] == DRAFT // 128 <= commit["loads"]
+
+
 def test_k_first_states_compile(tmp_path: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "ignore", str(WORKER), "sm90", "recurrent"]
