@@ -92,5 +92,14 @@ STAGES: dict[str, Sequence[Row]] = {
         _portable(ROLLBACK, "one warp per tile", "commit:run"),
         _torch(ROLLBACK, "stepwise", "commit:run"),
     ),
-    FUSED: (_torch(FUSED, "convolution and step", "serving_step:run"),),
+    FUSED: (
+        _portable(
+            FUSED,
+            "four warps per head",
+            "serving_step:run",
+            _rule(lambda p, t: p.conv_width <= 8, "needs a convolution width of 1 to 8, got {p.conv_width}"),
+            _rule(lambda p, t: p.V <= 1024, "needs V <= 1024, got {p.V}"),
+        ),
+        _torch(FUSED, "convolution and step", "serving_step:run"),
+    ),
 }

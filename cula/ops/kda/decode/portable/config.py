@@ -11,6 +11,8 @@ from cula.ops.kda.problem import KDAProblem
 #: tokens share what a program does once per token, so larger ones, but for trees, which hold two states; where heads
 #: are few, the smallest fill the card.
 FEW, ONE_TOKEN, MANY_TOKENS = 1024, 2048, 4096
+#: The same of kda_decode_fused, four warps.
+SERVING = 8192
 #: Programs per multiprocessor below which the smallest tiles are used.
 FILLED = 16
 
@@ -22,6 +24,7 @@ class Config:
     KP: int
     KI: int
     BV: int
+    warps: int = 1
 
 
 def pow2(n: int, least: int = 1) -> int:
@@ -37,3 +40,9 @@ def configure(p: KDAProblem, t: Target) -> Config:
     if p.N * p.HV * pow2(p.V) * KP < FILLED * max(t.sm_count, 1) * elements:
         elements = FEW
     return Config(KP, KI, min(pow2(p.V), max(4, elements // KP)))
+
+
+def configure_serving(p: KDAProblem) -> Config:
+    """The configuration of kda_decode_fused: four warps, a tile of whole heads where it fits."""
+    KP = pow2(p.K, 16)
+    return Config(KP, min(KP, 64 if p.state_dtype == "bf16" else 32), min(pow2(p.V, 16), max(16, SERVING // KP)), 4)

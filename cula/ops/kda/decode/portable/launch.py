@@ -29,40 +29,43 @@ Tensor = torch.Tensor
 GATES = {"finished": step.FINISHED.value, "softplus": step.SOFTPLUS.value, "lower_bound": step.LOWER_BOUND.value}
 #: A compiled kernel is launched again without Triton's binder, through an interface that these versions have.
 DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)
+#: Positions of q, k, v, g, dt_bias, o, source, target, kept, roll_k, roll_u and roll_g in `step`.
+ALIGNED = (0, 1, 2, 3, 6, 7, 8, 9, 10, 17, 18, 19)
 #: Tokens of a sequence of kda_verify.
 MAX_TOKENS = 16
 
 
 @dataclass
 class Launch:
-    """What a launch needs besides its tensors: programs, integers in the order of the kernel, constants by name."""
+    """What a launch needs besides its tensors: programs, integers and scalars in the order of the kernel, constants.
 
+    aligned: the positions of the tensors whose alignment Triton asks for.
+    """
+
+    function: Any
     grid: tuple[int, int, int]
     integers: tuple[int, ...]
-    scalars: tuple[float, float]
+    scalars: tuple[float, ...]
     constants: dict[str, Any]
+    aligned: tuple[int, ...]
+    warps: int = 1
     kernel: Any = None
 
     def run(self, tensors: tuple[Tensor, ...]) -> None:
-        """Launch `step`; where it was launched before, without Triton's binder."""
-        if self.kernel is not None and aligned(tensors):
+        """Launch; where it was launched before, without Triton's binder."""
+        at = 0
+        for position in self.aligned:
+            at |= tensors[position].data_ptr()
+        direct = not at & 15
+        if direct and self.kernel is not None:
             self.kernel[self.grid](*tensors, *self.integers, *self.scalars, *self.constants.values())
             return
-        kernel = step.step_kernel[self.grid](
-            *tensors, *self.integers, *self.scalars, **self.constants, num_warps=1, num_stages=1, enable_fp_fusion=True
-        )
-        if DIRECT and hasattr(kernel, "packed_metadata") and aligned(tensors):
+        kernel = self.function[self.grid](
+            *tensors, *self.integers, *self.scalars, **self.constants, num_warps=self.warps, num_stages=1,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+        if direct and DIRECT and hasattr(kernel, "packed_metadata"):
             self.kernel = kernel
-
-
-def aligned(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether all tensors whose alignment Triton asks for lie at multiples of 16 bytes."""
-    q, k, v, g, _, _, bias, o, source, target, kept = tensors[:11]
-    at = q.data_ptr() | k.data_ptr() | v.data_ptr() | g.data_ptr() | bias.data_ptr() | o.data_ptr()
-    at |= source.data_ptr() | target.data_ptr() | kept.data_ptr()
-    for part in tensors[17:20]:  # of a rollback
-        at |= part.data_ptr()
-    return not at & 15
 
 
 def strides_of(p: KDAProblem, t: Tensor) -> tuple[int, int, int]:
@@ -156,7 +159,8 @@ def prepare(p: KDAProblem, x: Operands, tensors: tuple[Tensor, ...], read: int, 
         "READ": read, "WRITE": write, "KEEP": x.states_out is not None, "TREE": x.parent is not None,
         "ROLL": x.rollback is not None, "ROUND": p.pool and source.dtype != torch.float32,
     }  # fmt: skip
-    return Launch((programs_of(p, c), 1, 1), integers, (p.scale, p.lower_bound or 0.0), constants)
+    scalars = (p.scale, p.lower_bound or 0.0)
+    return Launch(step.step_kernel, (programs_of(p, c), 1, 1), integers, scalars, constants, ALIGNED)
 
 
 def token_strides(indices: Tensor | None) -> tuple[int, int]:

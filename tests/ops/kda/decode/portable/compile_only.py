@@ -27,8 +27,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from cula.host.arch import parse_target
-from cula.kda import KDARollback, fused_recurrent_kda, kda_decode, kda_rollback, kda_verify
-from cula.ops.kda.decode import parse, rollback
+from cula.kda import KDARollback, fused_recurrent_kda, kda_decode, kda_decode_fused, kda_rollback, kda_verify
+from cula.ops.kda.decode import calls as forms
+from cula.ops.kda.decode import fused_step, parse, rollback
 from cula.ops.kda.decode.portable import config
 
 ARITHMETIC = {
@@ -53,7 +54,7 @@ def install(arch: str) -> None:
             get_active_torch_device=lambda: torch.device("cpu"),
         )
     )
-    parse.target_of = rollback.target_of = lambda device: target
+    parse.target_of = rollback.target_of = fused_step.target_of = lambda device: target
     JITFunction.__getitem__ = lambda self, grid: lambda *args, **options: note(self, grid, args, options)
 
 
@@ -134,6 +135,29 @@ def drafts() -> None:
     kda_rollback(torch.empty(65, 64, 128, 128), index, r, index, implementation="portable")
 
 
+def serving(
+    N: int = 64, H: int = 64, HV: int = 64, K: int = 128, V: int = 128, pool: str = "float32", bare: bool = False
+) -> None:
+    """kda_decode_fused, bare: without the gated norm."""
+    global calls
+    calls += 1
+    channels, kind = 2 * H * K + HV * V, torch.bfloat16
+    gated = {} if bare else {"output_gate": torch.empty(N, HV, V, dtype=kind), "norm_weight": torch.empty(V)}
+    kda_decode_fused(
+        torch.empty(N, channels, dtype=kind), torch.empty(N, HV, K, dtype=kind), torch.empty(N, HV, dtype=kind),
+        conv_weight=torch.empty(channels, 4), conv_pool=torch.empty(N + 1, channels, 3, dtype=kind),
+        state_pool=torch.empty(N + 1, HV, V, K, dtype=getattr(torch, pool)),
+        state_indices=torch.empty(N, dtype=torch.int32), A_log=torch.empty(HV), dt_bias=torch.empty(HV * K),
+        lower_bound=-5.0, implementation="portable", **gated,
+    )  # fmt: skip
+
+
+def servings_vary() -> None:
+    """kda_decode_fused of many batch sizes."""
+    for N in (1, 2, 7, 16, 33, 100):
+        serving(N, H=12, HV=12)
+
+
 def recurrent(**flags: Any) -> None:
     """fused_recurrent_kda with states, K-first unless told otherwise."""
     q, k, v, g, beta = inputs(2, 100, 4, 4, 128, 128, torch.bfloat16)
@@ -163,11 +187,13 @@ def packings_vary() -> None:
 
 def one_arithmetic() -> None:
     """The same tile for all: decode, verify with and without states out and update, ragged."""
+    elements = config.ONE_TOKEN, config.MANY_TOKENS
     config.ONE_TOKEN = config.MANY_TOKENS = config.FEW
     call()
     call(T=4, verify=True)
     call(T=4, verify=True, keep=True, update_state=True)
     call(lengths=(3, 4) * 32, verify=True)
+    config.ONE_TOKEN, config.MANY_TOKENS = elements
 
 
 JOBS: dict[str, Callable[[], None]] = {
@@ -181,6 +207,11 @@ JOBS: dict[str, Callable[[], None]] = {
     "verify": lambda: call(T=4, verify=True),
     "keep": lambda: call(T=4, verify=True, keep=True, update_state=True),
     "drafts": drafts,
+    "serving": serving,
+    "serving_bf16": lambda: serving(pool="bfloat16", bare=True),
+    "serving_K256": lambda: serving(K=256, V=256, H=16, HV=16),
+    "serving_K64": lambda: serving(K=64, V=64, H=16, HV=64),
+    "servings_vary": servings_vary,
     "recurrent": recurrent,
     "batches_vary": batches_vary,
     "drafts_vary": drafts_vary,
@@ -197,6 +228,7 @@ def main(arch: str, *jobs: str) -> None:
     for job in jobs:
         compiled.clear()
         seen.clear()
+        forms._seen.clear()
         calls = 0
         JOBS[job]()
         result[job] = list(compiled)

@@ -285,21 +285,20 @@ def test_a_known_launch_passes_what_the_kernel_takes_in_its_order() -> None:
     names = list(step.step_kernel.arg_names)
     count = names.index("q_n")
     constants = names[count + len(step.INTEGERS) + 2 :]
-    made = launch.Launch((1, 1, 1), tuple(range(len(step.INTEGERS))), (0.5, -5.0), dict.fromkeys(constants, 7))
-    kernel = Kernel()
     tensors = tuple(torch.zeros(4) for _ in range(count))
-    step_kernel, step.step_kernel = step.step_kernel, kernel
-    try:
-        made.run(tensors)
-        assert made.kernel is kernel
-        made.run(tensors)
-        made.run((torch.zeros(5)[1:], *tensors[1:]))
-    finally:
-        step.step_kernel = step_kernel
+    integers, kernel = tuple(range(len(step.INTEGERS))), Kernel()
+    made = launch.Launch(kernel, (1, 1, 1), integers, (0.5, -5.0), dict.fromkeys(constants, 7), launch.ALIGNED)
+    made.run(tensors)
+    assert made.kernel is kernel
+    made.run(tensors)
+    made.run((torch.zeros(5)[1:], *tensors[1:]))
     (_, first, named), (_, second, nothing), (_, third, again) = seen
     assert second == (*first, *(7 for _ in constants)) and not nothing
     assert dict(zip(names, second))["null_index"] == step.INTEGERS.index("null_index")
     assert list(named)[: len(constants)] == constants and third[1:] == first[1:] and again == named
+    asked = [names[i] for i in launch.ALIGNED]
+    assert asked == ["q", "k", "v", "g", "dt_bias", "o", "source", "target", "kept", "roll_k", "roll_u", "roll_g"]
+    assert set(names[:count]) - set(asked) == set(step.SCALARS)
     p = make(CASE)
     x = _operands(p)
     assert list(launch.prepare(*x).constants) == constants
