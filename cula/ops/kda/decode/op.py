@@ -11,6 +11,7 @@ from cula.host.errors import NotSupportedError
 from cula.host.table import choose, forward_only_name
 from cula.ops.kda.debug import check_values
 from cula.ops.kda.decode import calls
+from cula.ops.kda.decode.calls import Call
 from cula.ops.kda.decode.parse import (
     RecurrentOptions,
     ServingArguments,
@@ -21,7 +22,7 @@ from cula.ops.kda.decode.parse import (
     parse_serving,
 )
 from cula.ops.kda.decode.policy import DECODE, RECURRENT, STAGES, VERIFY
-from cula.ops.kda.decode.rollback import with_drafts
+from cula.ops.kda.decode.rollback import KDARollback, with_drafts
 from cula.ops.kda.problem import ActivationArguments
 
 Tensor = torch.Tensor
@@ -229,6 +230,21 @@ def kda_verify(
     common = (
         A_log, dt_bias, lower_bound, scale, gate_is_raw, beta_is_logits, normalize_qk, allow_neg_eigval, null_index,
     )  # fmt: skip
+    call = Call(None)
+    if cu_seqlens is None or getattr(cu_seqlens, "is_cuda", False):  # lengths that the host can read are checked anew
+        parts = (rollback.k, rollback.u, rollback.g, rollback.count) if isinstance(rollback, KDARollback) else ()
+        tensors = (
+            q, k, v, g, beta, state_pool, state_indices, num_accepted_tokens, cu_seqlens, states_out,
+            states_out_indices, parent, out, *parts,
+        )  # fmt: skip
+        flags = (*common, update_state, rollback if not parts else len(parts))
+        call = calls.find(VERIFY, tensors, (state_pool, states_out, out, *parts), flags, implementation)
+    if call.known:
+        x = call.bind(q, k, v, g, beta, A_log, dt_bias)
+        x.state_pool, x.read_indices, x.num_accepted_tokens = state_pool, state_indices, num_accepted_tokens
+        x.cu_seqlens, x.states_out, x.states_out_indices = cu_seqlens, states_out, states_out_indices
+        x.update_state, x.parent, x.rollback, x.out = update_state, parent, rollback, out
+        return call.run(call.problem, x)
     problem, x = parse_serving(
         q, k, v, g, beta, *_shared(common, out), pool=state_pool, indices=state_indices,
         accepted=num_accepted_tokens, cu_seqlens=cu_seqlens,
@@ -240,4 +256,4 @@ def kda_verify(
     if env.debug():
         check_values(problem, x)
     row = choose(STAGES[VERIFY], problem, x.target, forward_only_name(implementation, "kda_verify"))
-    return row.load()(problem, x)
+    return call.remember(problem, x, row.load())(problem, x)

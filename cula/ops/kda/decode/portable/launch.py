@@ -51,7 +51,7 @@ class Launch:
     warps: int = 1
     kernel: Any = None
 
-    def run(self, tensors: tuple[Tensor, ...]) -> None:
+    def run(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Launch; where it was launched before, without Triton's binder."""
         at = 0
         for position in self.aligned:
@@ -118,19 +118,17 @@ def launch_step(p: KDAProblem, x: Operands, o: Tensor, source: tuple[int, Tensor
              x.num_accepted_tokens, cu, x.states_out_indices, x.parent)  # fmt: skip
     form = [None if t is None else t.stride() for t in given]
     known = x.memo.get("launch")  # one entry, replaced whole: calls of one form may run in several threads
-    inputs = [rows_of(t) for t in (q, x.k, x.v, x.g)]
     tensors = (
-        *inputs, x.beta, q if x.A_log is None else x.A_log.contiguous(),
-        q if x.dt_bias is None else x.dt_bias.contiguous(), o, source[1], target[1], o if kept is None else kept,
-        *(q if t is None else t for t in (*given[9:12], cu, *given[13:])),
-        *((q, q, q, q) if roll is None else (roll.k, roll.u, roll.g, roll.count)),
+        rows_of(q), rows_of(x.k), rows_of(x.v), rows_of(x.g), x.beta, None if x.A_log is None else x.A_log.contiguous(),
+        None if x.dt_bias is None else x.dt_bias.contiguous(), *given[5:12], cu, *given[13:],
+        *((None,) * 4 if roll is None else (roll.k, roll.u, roll.g, roll.count)),
     )  # fmt: skip
     if known is None or known[0] != form:
         known = x.memo["launch"] = (form, prepare(p, x, tensors, source[0], target[0]))
     known[1].run(tensors)
 
 
-def prepare(p: KDAProblem, x: Operands, tensors: tuple[Tensor, ...], read: int, write: int) -> Launch:
+def prepare(p: KDAProblem, x: Operands, tensors: tuple[Tensor | None, ...], read: int, write: int) -> Launch:
     """The integers and constants of a launch."""
     q, k, v, g, beta, _, _, o, source, target, kept = tensors[:11]
     c = configure(p, x.target)
@@ -160,7 +158,8 @@ def prepare(p: KDAProblem, x: Operands, tensors: tuple[Tensor, ...], read: int, 
         "ROLL": x.rollback is not None, "ROUND": p.pool and source.dtype != torch.float32,
     }  # fmt: skip
     scalars = (p.scale, p.lower_bound or 0.0)
-    return Launch(step.step_kernel, (programs_of(p, c), 1, 1), integers, scalars, constants, ALIGNED)
+    present = tuple(at for at in ALIGNED if tensors[at] is not None)
+    return Launch(step.step_kernel, (programs_of(p, c), 1, 1), integers, scalars, constants, present)
 
 
 def token_strides(indices: Tensor | None) -> tuple[int, int]:

@@ -164,7 +164,7 @@ def run(p: KDAProblem, x: Operands) -> torch.Tensor:
     known = x.memo.get("launch")  # one entry, replaced whole: calls of one form may run in several threads
     rows = {0: rows_of, 1: rows_of, 3: torch.Tensor.contiguous, 4: torch.Tensor.contiguous}
     rows |= {9: torch.Tensor.contiguous, 11: torch.Tensor.contiguous}
-    tensors = tuple(s.x if t is None else rows[i](t) if i in rows else t for i, t in enumerate(given))
+    tensors = tuple(rows[i](t) if i in rows and t is not None else t for i, t in enumerate(given))
     if known is None or known[0] != form:
         known = x.memo["launch"] = (form, prepare(p, x, tensors))
     with on_device_of(o):
@@ -192,4 +192,6 @@ def prepare(p: KDAProblem, x: Operands, tensors: tuple[torch.Tensor, ...]) -> La
         "OUT_GATE": s.output_gate is not None, "ROUND": pool.dtype != torch.float32,
     }  # fmt: skip
     scalars = (p.scale, p.lower_bound or 0.0, float(s.norm_eps))
-    return Launch(serving_kernel, (p.N * p.H, 1, 1), integers, scalars, constants, (4, 6), c.warps)
+    return Launch(
+        serving_kernel, (p.N * p.H, 1, 1), integers, scalars, constants, (6,) if x.dt_bias is None else (4, 6), c.warps
+    )

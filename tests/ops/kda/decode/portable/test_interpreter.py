@@ -316,4 +316,4 @@ def _operands(p: Problem):
         *p.five(), ActivationArguments(True, True, False, None, p.A_log, p.dt_bias),
         ServingArguments(None, True, -1, None), pool=pool, indices=torch.tensor(INDEX), accepted=None, one_token=True,
     )  # fmt: skip
-    return problem, x, (p.q, p.k, p.v, p.g, p.beta, p.q, p.q, p.v, pool, pool, pool), BY_INDEX, SAME
+    return problem, x, (p.q, p.k, p.v, p.g, p.beta, p.A_log, p.dt_bias, p.v, pool, pool, *[None] * 11), BY_INDEX, SAME
