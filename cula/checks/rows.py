@@ -19,6 +19,8 @@ STAGES = {
     "fused_recurrent_kda": "recurrent",
     "kda_decode": "decode",
     "kda_verify": "verify",
+    "kda_rollback": "rollback",
+    "kda_decode_fused": "decode fused",
     "fused_kda_gate": "gate",
 }
 

@@ -74,11 +74,11 @@ class ByteLM(nn.Module):
         return [block.mixer.allocate_cache(slots) for block in self.blocks]
 
     @torch.no_grad()
-    def prefill(self, tokens: Tensor, caches: list[KDACache], slots: Slots) -> Tensor:
-        """Continue the sequences of `slots` by tokens [N,T]; logits [N,T,256]."""
+    def prefill(self, tokens: Tensor, caches: list[KDACache], slots: Slots, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Continue the sequences of `slots` by tokens [N,T], or packed ones [1,T] with cu_seqlens [N+1]; logits."""
         x = self.embed(tokens)
         for block, cache in zip(self.blocks, caches):
-            x = block(x, lambda y, b=block, c=cache: b.mixer.prefill(y, c, slots))
+            x = block(x, lambda y, b=block, c=cache: b.mixer.prefill(y, c, slots, cu_seqlens))
         return self._logits(x)
 
     @torch.no_grad()

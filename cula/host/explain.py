@@ -19,8 +19,11 @@ _FUNCTIONS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "fused_recurrent_kda": ("cula.ops.kda.decode.policy", ("recurrent",), None),
     "kda_decode": ("cula.ops.kda.decode.policy", ("decode",), None),
     "kda_verify": ("cula.ops.kda.decode.policy", ("verify",), None),
+    "kda_rollback": ("cula.ops.kda.decode.policy", ("rollback",), None),
+    "kda_decode_fused": ("cula.ops.kda.decode.policy", ("decode fused",), None),
     "fused_kda_gate": ("cula.ops.kda.gate.policy", ("gate",), None),
 }
+_TOKENWISE = ("kda_verify", "kda_rollback", "fused_recurrent_kda")
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32",
            "float32": "fp32", "float": "fp32", "fp64": "fp64", "float64": "fp64", "double": "fp64"}  # fmt: skip
 
@@ -185,11 +188,11 @@ def _problem(
     from cula.ops.kda.cp_mode import CPMode
     from cula.ops.kda.problem import KDAProblem, check_chunk_size, parse_lower_bound, parse_scale
 
-    serving = name in ("kda_prefill", "kda_decode", "kda_verify")
+    serving = name in ("kda_prefill", "kda_decode", "kda_verify", "kda_rollback", "kda_decode_fused")
     raw = flags.get("gate_is_raw", True) if serving else flags.get("use_gate_in_kernel", name == "fused_kda_gate")
     bound = parse_lower_bound(flags.get("lower_bound")) if raw else None
     pool = flags.get("state_pool")
-    one_token = name == "kda_decode"
+    one_token = name in ("kda_decode", "kda_decode_fused")
     wide = "fp64" if dtype == "fp64" else "fp32"
     return KDAProblem(
         **sizes,
@@ -217,10 +220,11 @@ def _problem(
         grad=grad,
         use_graph=bool(flags.get("use_graph")),
         cp=CPMode.parse(flags.get("cp_mode"), grad=grad),
-        pool=pool is not None or name in ("kda_decode", "kda_verify"),
+        pool=pool is not None or (serving and name != "kda_prefill"),
         checkpoint_every=flags.get("checkpoint_every", 64) if flags.get("checkpoints") is not None else 0,
         position_offsets=flags.get("position_offsets") is not None,
-        tokens={"kda_decode": 1, "kda_verify": sizes["T"], "fused_recurrent_kda": sizes["T"]}.get(name, 0),
+        tokens=1 if one_token else sizes["T"] if name in _TOKENWISE else 0,
         tree=flags.get("parent") is not None,
-        rollback=flags.get("rollback") is not None,
+        rollback=name == "kda_rollback" or flags.get("rollback") is not None,
+        conv_width=4 if name == "kda_decode_fused" else 0,
     )

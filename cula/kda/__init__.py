@@ -8,14 +8,14 @@ _NAMES = {
     "fused_recurrent_kda": "cula.ops.kda.decode.op:fused_recurrent_kda",
     "kda_decode": "cula.ops.kda.decode.op:kda_decode",
     "kda_verify": "cula.ops.kda.decode.op:kda_verify",
+    "kda_decode_fused": "cula.ops.kda.decode.fused_step:kda_decode_fused",
+    "kda_rollback": "cula.ops.kda.decode.rollback:kda_rollback",
+    "KDARollback": "cula.ops.kda.decode.rollback:KDARollback",
     "fused_kda_gate": "cula.ops.kda.gate.op:fused_kda_gate",
     "kda_recurrent_reference": "cula.ops.kda.reference:kda_recurrent_reference",
     "kda_chunk_reference": "cula.ops.kda.chunk.reference:kda_chunk_reference",
 }
 _ABSENT = {
-    "kda_decode_fused": "not in this version; use kda_decode after your own convolution and norms",
-    "kda_rollback": "not in this version; use kda_verify(states_out=..., states_out_indices=...) and keep a slot",
-    "KDARollback": "not in this version; use kda_verify(states_out=..., states_out_indices=...) and keep a slot",
     "decode": "use kda_decode",
     "prefill": "use kda_prefill",
     "naive_recurrent_kda": "use kda_recurrent_reference",
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from cula.ops.kda.chunk.op import chunk_kda
     from cula.ops.kda.chunk.prefill import kda_prefill
     from cula.ops.kda.chunk.reference import kda_chunk_reference
+    from cula.ops.kda.decode.fused_step import kda_decode_fused
     from cula.ops.kda.decode.op import fused_recurrent_kda, kda_decode, kda_verify
+    from cula.ops.kda.decode.rollback import KDARollback, kda_rollback
     from cula.ops.kda.gate.op import fused_kda_gate
     from cula.ops.kda.reference import kda_recurrent_reference

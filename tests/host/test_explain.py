@@ -18,6 +18,8 @@ FUNCTIONS = {
     "fused_recurrent_kda": ["recurrent"],
     "kda_decode": ["decode"],
     "kda_verify": ["verify"],
+    "kda_rollback": ["rollback"],
+    "kda_decode_fused": ["decode fused"],
     "fused_kda_gate": ["gate"],
 }
 
@@ -126,7 +128,7 @@ def test_available_lists_every_row_of_every_table() -> None:
     found = cula.available()
     assert "eager" in found.names
     stages = {row.stage for row, _ in found.rows}
-    assert stages == {"chunk forward", "chunk backward", "recurrent", "decode", "verify", "gate"}
+    assert stages == {stage for names in FUNCTIONS.values() for stage in names} | {"chunk backward"}
     explained = {v.row for _, vs in cula.explain(grad=True).stages for v in vs}
     assert {row for row, _ in found.rows} == explained
     assert set(found.names) == {row.name for row, reason in found.rows if reason is None}

@@ -74,6 +74,7 @@ class KDAProblem:
     tokens: int = 0
     tree: bool = False
     rollback: bool = False
+    conv_width: int = 0
     wide_rows: bool = False
     rows_aligned: bool = True
 
@@ -121,6 +122,9 @@ class Operands:
     position_offsets: Tensor | None = None
     states_out: Tensor | None = None
     states_out_indices: Tensor | None = None
+    parent: Tensor | None = None
+    rollback: Any = None
+    step: Any = None  # the tensors that kda_decode_fused has beyond these
     update_state: bool = False
     null_index: int = -1
     out: Tensor | None = None

@@ -11,16 +11,18 @@ from cula.host.errors import NotSupportedError
 from cula.host.table import choose, forward_only_name
 from cula.ops.kda.debug import check_values
 from cula.ops.kda.decode import calls
+from cula.ops.kda.decode.calls import Call
 from cula.ops.kda.decode.parse import (
     RecurrentOptions,
     ServingArguments,
+    check_parent,
     check_states_out,
     check_write_indices,
     parse_recurrent,
     parse_serving,
-    refuse_drafts,
 )
 from cula.ops.kda.decode.policy import DECODE, RECURRENT, STAGES, VERIFY
+from cula.ops.kda.decode.rollback import KDARollback, with_drafts
 from cula.ops.kda.problem import ActivationArguments
 
 Tensor = torch.Tensor
@@ -134,7 +136,8 @@ def kda_decode(
         state_indices: `[N]` int32 or int64, any stride: the slot of each sequence; or `[N, S+1]` with
             `num_accepted_tokens [N]` (1..S+1): column accepted - 1 is read, and `write_indices` is required.
             A row that reads a null or out-of-range slot gives zeros and touches nothing.
-        write_indices: `[N]` slots that get the new states (default: those that were read); null is skipped.
+        write_indices: `[N]` slots that get the new states (default: those that were read); null is skipped. On a GPU
+            no row may write a slot that another row of the call reads: nothing orders the two.
         A_log, dt_bias, lower_bound, gate_is_raw: the gate, as in `kda_prefill`; likewise scale, beta_is_logits,
             normalize_qk, allow_neg_eigval, null_index, out, implementation.
 
@@ -203,9 +206,14 @@ def kda_verify(
         q, k, v, g, beta: `[N, T, ...]` as `kda_decode`, or packed `[1, total, ...]` with `cu_seqlens [N+1]`.
         state_pool, state_indices, num_accepted_tokens: the state that is read, as `kda_decode`.
         states_out: any pool `[slots, HV, V, K]` (`state_pool` too); states_out_indices: `[N, T]`, packed `[total]`:
-            the slot that gets the state after each token; null is skipped. The two go together.
+            the slot that gets the state after each token; null is skipped. The two go together. On a GPU no sequence
+            may write a slot that another one of the call reads.
         update_state: also write the state after the last token to the slot that was read.
-        parent, rollback: tree drafts and rollback buffers, which no implementation has in this version.
+        parent: int32 or int64, `[N, T]` or packed `[total]`, for tree drafts: the earlier token of the same sequence
+            (counted from its first) whose state this token continues; -1, or any other value, is the committed state.
+            Excludes update_state and rollback.
+        rollback: a `KDARollback` with room for N sequences, filled for `kda_rollback`. Where only the device knows the
+            lengths, no sequence may have more tokens than it has room for: the outputs of further ones are zeros.
         A_log: HV elements. dt_bias: `[HV*K]` or `[HV, K]`. lower_bound: finite and < 0, or None for softplus.
         scale: multiplies q; K**-0.5 by default. gate_is_raw, beta_is_logits, normalize_qk, allow_neg_eigval: the
             gate is raw, beta logits (doubled after the sigmoid), q and k unnormalised.
@@ -222,13 +230,30 @@ def kda_verify(
     common = (
         A_log, dt_bias, lower_bound, scale, gate_is_raw, beta_is_logits, normalize_qk, allow_neg_eigval, null_index,
     )  # fmt: skip
+    call = Call(None)
+    if cu_seqlens is None or getattr(cu_seqlens, "is_cuda", False):  # lengths that the host can read are checked anew
+        parts = (rollback.k, rollback.u, rollback.g, rollback.count) if isinstance(rollback, KDARollback) else ()
+        tensors = (
+            q, k, v, g, beta, state_pool, state_indices, num_accepted_tokens, cu_seqlens, states_out,
+            states_out_indices, parent, out, *parts,
+        )  # fmt: skip
+        flags = (*common, update_state, rollback if not parts else len(parts))
+        call = calls.find(VERIFY, tensors, (state_pool, states_out, out, *parts), flags, implementation)
+    if call.known:
+        x = call.bind(q, k, v, g, beta, A_log, dt_bias)
+        x.state_pool, x.read_indices, x.num_accepted_tokens = state_pool, state_indices, num_accepted_tokens
+        x.cu_seqlens, x.states_out, x.states_out_indices = cu_seqlens, states_out, states_out_indices
+        x.update_state, x.parent, x.rollback, x.out = update_state, parent, rollback, out
+        return call.run(call.problem, x)
     problem, x = parse_serving(
         q, k, v, g, beta, *_shared(common, out), pool=state_pool, indices=state_indices,
         accepted=num_accepted_tokens, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     check_states_out(problem, x, states_out, states_out_indices, update_state)
-    refuse_drafts(parent, rollback, update_state)
+    check_parent(problem, x, parent, rollback)
+    if parent is not None or rollback is not None:
+        problem = with_drafts(problem, x, rollback)
     if env.debug():
         check_values(problem, x)
     row = choose(STAGES[VERIFY], problem, x.target, forward_only_name(implementation, "kda_verify"))
-    return row.load()(problem, x)
+    return call.remember(problem, x, row.load())(problem, x)

@@ -9,7 +9,7 @@ import torch
 
 from cula.host import env
 from cula.host.arch import target_of
-from cula.host.errors import DtypeError, NotSupportedError, RangeError, ShapeError
+from cula.host.errors import DtypeError, RangeError, ShapeError
 from cula.host.varlen import check_index_tensor
 from cula.ops.kda.problem import (
     DTYPE_NAMES,
@@ -171,12 +171,12 @@ def check_states_out(p: KDAProblem, x: Operands, states_out: Any, indices: Any, 
     x.states_out, x.states_out_indices, x.update_state = states_out, indices, update_state
 
 
-def refuse_drafts(parent: Any, rollback: Any, update_state: bool) -> None:
-    """Tree drafts and rollback buffers: their contract is checked, no implementation has them in this version."""
-    if parent is not None and (update_state or rollback is not None):
-        other = "update_state" if update_state else "rollback"
+def check_parent(p: KDAProblem, x: Operands, parent: Any, rollback: Any) -> None:
+    """kda_verify's tree of drafts, which excludes `update_state` and `rollback`."""
+    if parent is None:
+        return
+    if x.update_state or rollback is not None:
+        other = "update_state" if x.update_state else "rollback"
         raise RangeError(f"parent (tree drafts) excludes {other}; got both")
-    if parent is not None:
-        raise NotSupportedError("parent (tree drafts) is not supported by any implementation in this version")
-    if rollback is not None:
-        raise NotSupportedError("rollback is not supported by any implementation in this version; use states_out")
+    check_index_tensor("parent", parent, (p.T,) if p.packed else (p.N, p.T), x.q.device)
+    x.parent = parent

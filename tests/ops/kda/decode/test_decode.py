@@ -31,6 +31,8 @@ def decode(p: Problem, pool: torch.Tensor, index, **options) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", ["softplus", "sigmoid", "sigmoid_bare", "sigmoid_no_A"])
 def test_one_step_is_the_recurrence(on_decode, dtype: str, gate: str) -> None:
+    if dtype == "fp64" and on_decode.name == "portable":
+        pytest.skip("portable takes no fp64")
     p = make(CASE.replace(dtype=dtype, gate=gate))
     pool = pool_of(p)
     before = pool.clone()
@@ -350,6 +352,8 @@ def test_a_name_is_asked_again_after_a_call_of_the_same_form(function: str) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_may_write_the_slots_that_others_read(on_decode, dtype: torch.dtype) -> None:
     """Every row reads before any row writes: slots handed round in a ring, with two threads."""
+    if on_decode.name == "portable":
+        pytest.skip("on a GPU nothing orders one row's write after another's read: the docstring says so")
     p = make(CASE.replace(B=32, K=64, V=64, HV=4, H=4))
     start = normal(32, 4, 64, 64, seed=5, dtype=dtype)
     ring = torch.arange(32).roll(1)

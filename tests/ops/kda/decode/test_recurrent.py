@@ -24,6 +24,8 @@ def recurrent(p: Problem, name=None, **options):
 @pytest.mark.parametrize("case", [CASE, PACKED, CASE.replace(v_first=True)], ids=["batch", "packed", "vfirst"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_the_recurrence(on_recurrent, case: Case, dtype: str) -> None:
+    if dtype == "fp64" and on_recurrent.name == "portable":
+        pytest.skip("portable takes no fp64")
     p = make(case.replace(dtype=dtype))
     o, state = recurrent(p, on_recurrent.name)
     truth = reference(p, gradients=False)
@@ -36,10 +38,11 @@ def test_it_is_the_recurrence(on_recurrent, case: Case, dtype: str) -> None:
 
 
 def test_it_agrees_with_chunk_kda(on_recurrent) -> None:
+    dtype, limit = ("fp32", 5e-5) if on_recurrent.name == "portable" else ("fp64", 1e-10)
     for case in (CASE, PACKED):
-        p = make(case.replace(dtype="fp64"))
+        p = make(case.replace(dtype=dtype))
         for a, b in zip(recurrent(p, on_recurrent.name), chunk(p)):
-            assert relative_error(a, b) <= 1e-10
+            assert relative_error(a, b) <= limit
 
 
 def test_final_state_is_none_unless_asked_for(on_recurrent) -> None:

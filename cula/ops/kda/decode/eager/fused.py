@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cula.ops.kda.decode.eager import stepwise
-from cula.ops.kda.decode.eager.work import final_state, initial_state, read_indices
+from cula.ops.kda.decode.eager.work import final_state, initial_state, pool_work, read_indices
 from cula.ops.kda.pools import scatter_rows, slot_ids
 from cula.ops.kda.problem import KDAProblem, Operands
 from cula.ops.kda.row_walk import States, walk_rows, walkable
@@ -24,6 +24,10 @@ def run(p: KDAProblem, x: Operands) -> Any:
         x.memo["walkable"] = p.N > 0 and walkable(x.state_pool)
     if not x.memo["walkable"]:
         return stepwise.run(p, x)
+    if x.parent is not None:
+        return _tree(p, x)
+    if x.rollback is not None:
+        stepwise.record(p, x)
     read = read_indices(x)
     write = "none"
     if x.update_state:
@@ -33,6 +37,36 @@ def run(p: KDAProblem, x: Operands) -> Any:
     if isinstance(write, torch.Tensor) or x.states_out is not None:
         return _apart(p, x, read, write)
     return walk_rows(p, x, States(x.state_pool, read, write, null_index=x.null_index, memo=x.memo))
+
+
+def _tree(p: KDAProblem, x: Operands) -> torch.Tensor:
+    """Tree drafts: token by token, each a step of the same loops from the copy of one state to another beside it."""
+    work = pool_work(p, x)
+    T, HV, N = work.most, p.HV, p.N
+    states = x.state_pool.new_zeros(N, T + 1, HV, p.V, p.K)
+    states[:, 0] = torch.where((work.read >= 0)[:, None, None, None], x.state_pool[work.read.clamp(min=0)], 0.0)
+    flat = [t.reshape(p.B * p.T, *t.shape[2:]) for t in (x.q, x.k, x.v, x.g, x.beta)]
+    parents = x.parent.reshape(-1)
+    out = torch.zeros(p.B * p.T, HV, p.V, dtype=x.v.dtype)
+    kept = torch.full((p.B * p.T,), -1)
+    for t in range(T):
+        live = ((work.count > t) & (work.read >= 0)).nonzero().flatten()
+        if not live.numel():
+            continue
+        rows = work.first[live] + t
+        parent = parents[rows].to(torch.int64)
+        parent = torch.where((parent >= 0) & (parent < t), parent + 1, 0)
+        one = replace(p, B=1, T=live.numel(), N=live.numel(), packed=False, lengths=None, tokens=1)
+        q, k, v, g, beta = (y[rows].unsqueeze(0) for y in flat)
+        given = replace(x, q=q, k=k, v=v, g=g, beta=beta, out=None, memo={}, boundaries=None)
+        to = live * (T + 1) + t + 1
+        out[rows] = walk_rows(one, given, States(states.flatten(0, 1), live * (T + 1) + parent, to))[0]
+        kept[rows] = to
+    if x.states_out is not None:
+        wanted = torch.where(kept >= 0, work.out_ids, -1)
+        scatter_rows(x.states_out, wanted, states.flatten(0, 1)[kept.clamp(min=0)])
+    out = out.view(p.B, p.T, HV, p.V)
+    return out if x.out is None else x.out.copy_(out)
 
 
 def _through_copy(p: KDAProblem, x: Operands, read: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,13 @@ def run(p: KDAProblem, x: Operands) -> Any:
         return o, final_state(p, state)
 
 
+def record(p: KDAProblem, x: Operands) -> None:
+    """Fill `x.rollback` of a verify call and write nothing else."""
+    apart = replace(x, states_out=None, states_out_indices=None, update_state=False, out=None)
+    with torch.no_grad(), exact_matmul(x.q.device):
+        _walk(p, apart, pool_work(p, apart))
+
+
 def _walk(p: KDAProblem, x: Operands, work: Work) -> Tensor:
     dtype = torch.float64 if p.dtype == "fp64" else torch.float32
     rows, HV, V = p.B * p.T, p.HV, p.V
@@ -35,15 +43,24 @@ def _walk(p: KDAProblem, x: Operands, work: Work) -> Tensor:
     out = torch.zeros(rows + 1, HV, V, dtype=x.v.dtype, device=x.v.device)  # the last row takes what nobody wants
     a = None if x.A_log is None else x.A_log.to(dtype).exp().view(-1, 1)
     bias = None if x.dt_bias is None else x.dt_bias.to(dtype)
+    branches = None if x.parent is None else Branches(S)
+    if x.rollback is not None:
+        x.rollback.count.copy_(torch.where(live, work.count, 0))
     for t in range(work.most if rows else 0):
         running = work.count > t
         row = torch.where(running, work.first + t, 0)
         q, k, v, g, beta = _finish(p, [y.index_select(0, row).to(dtype) for y in flat], a, bias)
-        new, o = _step(S, q, k, v, g, beta)
+        if branches is not None:
+            S = branches.state(x.parent.reshape(-1).index_select(0, row), t)
+        new, o, u = _step(S, q, k, v, g, beta)
         if work.pool.dtype != dtype:  # a narrower pool rounds after each token, as separate steps would
             new = new.to(work.pool.dtype).to(dtype)
         S = torch.where(running[:, None, None, None], new, S)
+        if branches is not None:
+            branches.after.append(S)
         keep = running & live
+        if x.rollback is not None:
+            x.rollback.record(t, keep, k, u, g)
         out.index_copy_(0, torch.where(keep, row, rows), o.to(out.dtype))
         if work.states_out is not None:
             scatter_rows(work.states_out, torch.where(keep, work.out_ids.index_select(0, row), -1), S)
@@ -71,9 +88,24 @@ def _finish(p: KDAProblem, flat: list[Tensor], a: Tensor | None, bias: Tensor | 
     return q * p.scale, k, v, g, beta
 
 
-def _step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """One token: (the new state, o `[N, HV, V]`), from S `[N, HV, V, K]` and q, k `[N, HV, K]`."""
+class Branches:
+    """Tree drafts: the states after the tokens so far, and which of them the next token continues."""
+
+    def __init__(self, committed: Tensor) -> None:
+        """committed: `[N, HV, V, K]`."""
+        self.after = [committed]
+
+    def state(self, parent: Tensor, t: int) -> Tensor:
+        """The state that token t continues: after token `parent` `[N]` where that is an earlier one, else committed."""
+        at = torch.where((parent >= 0) & (parent < t), parent.to(torch.int64) + 1, 0)
+        if t == 0:
+            return self.after[0]
+        return torch.stack(self.after)[at, torch.arange(at.shape[0], device=at.device)]
+
+
+def _step(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One token: (the new state, o, u `[N, HV, V]`), from S `[N, HV, V, K]` and q, k `[N, HV, K]`."""
     S = S * g.exp().unsqueeze(-2)
     u = (v - (S * k.unsqueeze(-2)).sum(-1)).mul_(beta.unsqueeze(-1))
     S.addcmul_(u.unsqueeze(-1), k.unsqueeze(-2))
-    return S, (S * q.unsqueeze(-2)).sum(-1)
+    return S, (S * q.unsqueeze(-2)).sum(-1), u

@@ -1,0 +1,1 @@
+"""recurrent, decode and verify in Triton, for any GPU that it supports."""
