@@ -61,9 +61,7 @@ def chunk_lightning_attn(
         NotSupportedError: no implementation, or not the forced one, accepts the call; says why.
     """
     slope_arguments = SlopeArguments(slopes, layer_idx, num_layers)
-    options = ChunkOptions(
-        scale, output_final_state, state_v_first, chunk_size, cp_mode, cp_context=cp_context
-    )
+    options = ChunkOptions(scale, output_final_state, state_v_first, chunk_size, cp_mode, cp_context=cp_context)
     if torch.compiler.is_compiling():
         from cula.ops.lightning.chunk.library import traced_chunk
 

@@ -71,9 +71,7 @@ class _Backward:
     def group(self, group: Group, slabs: list[Slab], entries: list[Tensor]) -> None:
         """One group: D starts at dht and walks back to dh0."""
         p, count = self.p, len(group.ids)
-        D = torch.zeros(
-            count * p.HV, padded(p.K), padded(p.V), dtype=self.const.dtype, device=self.do.device
-        )
+        D = torch.zeros(count * p.HV, padded(p.K), padded(p.V), dtype=self.const.dtype, device=self.do.device)
         if self.dht is not None:
             states(p, D, count).copy_((self.dht.mT if p.state_v_first else self.dht)[list(group.ids)])
         for slab, entry in zip(reversed(slabs), reversed(entries), strict=True):

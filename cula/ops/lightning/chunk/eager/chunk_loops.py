@@ -178,9 +178,7 @@ def walk(real, scale, sizes, addresses):
         low = COLUMNS * (groups * part // splits)
         columns = min(full, COLUMNS * (groups * (part + 1) // splits)) - low
         group = head // (heads // sizes[H])
-        powers = array_at(
-            real, addresses[3] + head * 2 * (CHUNK + 1) * all_powers.itemsize, 2 * (CHUNK + 1)
-        )
+        powers = array_at(real, addresses[3] + head * 2 * (CHUNK + 1) * all_powers.itemsize, 2 * (CHUNK + 1))
         queries, keys = np.zeros(CHUNK * width, real.dtype), np.zeros(CHUNK * width, real.dtype)
         scaled = np.zeros(CHUNK * width, real.dtype)
         values, o = np.zeros(CHUNK * columns, real.dtype), np.zeros(CHUNK * columns, real.dtype)
@@ -202,8 +200,8 @@ def walk(real, scale, sizes, addresses):
                 block = min(BLOCK, sizes[K] - r)
                 for i in range(0, count, ROWS):
                     add_products(
-                        o, i * columns, columns, scaled, i * width + r, width, 1, state, state_at + r * full, full, block,
-                        columns,
+                        o, i * columns, columns, scaled, i * width + r, width, 1, state, state_at + r * full, full,
+                        block, columns,
                     )  # fmt: skip
             for i in range(count):  # values row by row: a state after i + 1 tokens has seen no later one
                 wanted = rows[first + start + i] if sizes[CAPTURE] else -1
@@ -218,9 +216,7 @@ def walk(real, scale, sizes, addresses):
                 if not last:
                     copy_rows(state, state_at, full, captured, place, full, width, columns)
                     address, to = address_of(captured), place
-                advance(
-                    array_at(real, address, FLAT), to, full, keys, scaled, values, i + 1, width, columns, powers
-                )
+                advance(array_at(real, address, FLAT), to, full, keys, scaled, values, i + 1, width, columns, powers)
                 if last and wanted >= 0:
                     copy_rows(state, state_at, full, captured, place, full, width, columns)
             attend(queries, keys, count, width, factor, powers, A)
