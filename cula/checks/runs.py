@@ -56,8 +56,14 @@ def function_named(name: str) -> Any:
 
 
 def chunk_function(problem: Problem) -> Any:
-    """chunk_kda, or Lightning's."""
-    return function_named("chunk_lightning_attn" if problem.case.algorithm == "lightning" else "chunk_kda")
+    """chunk_kda, or Lightning's; plain imports, which torch.compile can trace."""
+    if problem.case.algorithm == "lightning":
+        from cula.lightning import chunk_lightning_attn
+
+        return chunk_lightning_attn
+    from cula.kda import chunk_kda
+
+    return chunk_kda
 
 
 def run_chunk(
