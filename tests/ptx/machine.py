@@ -478,6 +478,9 @@ class Unit:
         if m is not None:
             at, rows, tid = at[m], rows[m], tid[m]
         copy = (at, rows, tid // WARP, where)
+        if self.batch.order is not None and len(at):  # it may land from now on
+            cells = (at // 2)[:, None] + np.arange(size // 2)
+            self.batch.order.write(int(tid[0]) // WARP, cells.ravel(), where)
         if self.batch.late:
             self.copies.append(copy)
         else:
@@ -514,17 +517,20 @@ class Unit:
     def init_arrivals(self, a: Any, m: Array | None, count: Any) -> None:
         count = np.broadcast_to(count, (self.n,))
         for k, spot in enumerate(self.spots(a, m)):
-            self.batch.arrivals[spot] = [int(count[k]), int(count[k]), 0]
+            self.batch.arrivals[spot] = [int(count[k]), int(count[k]), 0, 0, 0]
 
     def arrive_at(self, a: Any, m: Array | None, where: str) -> None:
         for spot in self.spots(a, m):
             if spot not in self.batch.arrivals:
                 raise Fault(f"no mbarrier at {spot[1] - BASE}: {where}")
             state = self.batch.arrivals[spot]
+            if self.batch.order is not None:
+                state[3] = np.maximum(state[3], self.batch.order.leave(int(self.tid[0]) // WARP))
             state[1] -= 1
             if state[1] == 0:
                 state[1] = state[0]
                 state[2] += 1
+                state[4] = state[3]  # what the phases that are over tell
 
     def try_wait(self, a: Any, m: Array | None, parity: Any, where: str) -> Array:
         """Whether the phase of this parity is over."""
@@ -534,7 +540,10 @@ class Unit:
             spot = (int(self.cta[k]), int(a[k]))
             if spot not in self.batch.arrivals:
                 raise Fault(f"no mbarrier at {spot[1] - BASE}: {where}")
-            done[k] = self.batch.arrivals[spot][2] % 2 != int(parity[k]) % 2
+            state = self.batch.arrivals[spot]
+            done[k] = state[2] % 2 != int(parity[k]) % 2
+            if done[k] and self.batch.order is not None and state[2]:
+                self.batch.order.learn(int(self.tid[0]) // WARP, state[4])
         self.batch.paused = not done.all()
         return done
 
@@ -767,6 +776,45 @@ def split_C(C: Array) -> list[Array]:
     return [np.ascontiguousarray(x[:, k]) for k in range(4 * n)]
 
 
+class Order:
+    """What happens before what between the warps of a CTA, by vector clocks; shared memory in cells of two bytes."""
+
+    def __init__(self, warps: int, cells: int) -> None:
+        self.clock = np.zeros((warps, warps), np.int64)
+        np.fill_diagonal(self.clock, 1)
+        self.wrote = np.zeros((2, cells), np.int64)  # clock, warp
+        self.seen = np.zeros((warps, cells), np.int64)  # clock
+
+    def write(self, warp: int, cells: Array, where: str) -> None:
+        """A fault where another warp's access to a cell is not known to be over."""
+        self.after_writes(warp, cells, where)
+        late = self.seen[:, cells] > self.clock[warp][:, None]
+        late[warp] = False
+        if late.any():
+            raise Fault(f"warp {warp} writes what warp {int(np.argmax(late.any(1)))} may still read: {where}")
+        self.wrote[0][cells] = self.clock[warp, warp]
+        self.wrote[1][cells] = warp
+
+    def read(self, warp: int, cells: Array, where: str) -> None:
+        self.after_writes(warp, cells, where)
+        self.seen[warp][cells] = self.clock[warp, warp]
+
+    def after_writes(self, warp: int, cells: Array, where: str) -> None:
+        when, who = self.wrote[0][cells], self.wrote[1][cells]
+        late = (when > self.clock[warp][who]) & (who != warp)
+        if late.any():
+            raise Fault(f"warp {warp} does not wait for warp {int(who[np.argmax(late)])}, which writes this: {where}")
+
+    def leave(self, warp: int) -> Array:
+        """What others learn from this warp now."""
+        known = self.clock[warp].copy()
+        self.clock[warp, warp] += 1
+        return known
+
+    def learn(self, warp: int, known: Array) -> None:
+        np.maximum(self.clock[warp], known, out=self.clock[warp])
+
+
 class Batch:
     """CTAs that run together, with their shared memory."""
 
@@ -780,9 +828,10 @@ class Batch:
         self.units: list[Unit] = []
         self.paused = False
         self.patience = 1 << 60  # blocks that a unit runs before another's turn
-        self.arrivals: dict[tuple[int, int], list[int]] = {}  # mbarrier -> count, still expected, phase
+        self.arrivals: dict[tuple[int, int], list[Any]] = {}  # mbarrier -> count, still expected, phase, two clocks
         self.unseen = np.zeros(len(self.smem) // 2, np.int16) if late else None
         self.count_products = 0
+        self.order: Order | None = None  # where warps go their own ways and races are looked for
         if races:
             cells = len(self.smem) // 2
             self.wrote = np.zeros((2, cells), np.int32)  # epoch, warp
@@ -800,6 +849,11 @@ class Batch:
             return
         changed = data[cells] != rows
         data[cells] = rows
+        if self.order is not None:
+            parts = np.arange(0, size, 2)
+            touched = ((cells * size)[..., None] + parts)[changed].ravel() // 2
+            self.order.write(int(warp[0]) if len(warp) else 0, touched, where)
+            return
         if (data[cells] != rows).any():
             raise Fault(f"two lanes write one place of shared memory: {where}")
         parts = max(1, size // 2)
@@ -816,6 +870,10 @@ class Batch:
     def read(self, at: Array, size: int, warp: Array, where: str) -> None:
         """Note loads of `size` bytes at byte offsets; a fault where another warp wrote them since the last barrier."""
         cells = (at // 2)[:, None] + np.arange(max(1, size // 2))
+        if self.order is not None:
+            if len(warp):
+                self.order.read(int(warp[0]), cells.ravel(), where)
+            return
         warp = np.broadcast_to(warp[:, None], cells.shape)
         epoch = self.epoch[cells * 2 // self.bytes]
         if ((self.wrote[0][cells] == epoch) & (self.wrote[1][cells] != warp)).any():
@@ -827,15 +885,17 @@ class Batch:
 
     def arrive(self, unit: Unit, key: tuple[int, int], lanes: Array, need: int | None, arrive: bool) -> None:
         """Count threads at barrier key (CTA, number); let them go when all are there."""
-        held = self.barriers.setdefault(key, [0, [], None])
+        held = self.barriers.setdefault(key, [0, [], None, 0])
         held[0] += len(lanes)
         held[2] = need
+        if self.order is not None:
+            held[3] = np.maximum(held[3], self.order.leave(int(unit.tid[0]) // WARP))
         if not arrive:
             held[1].append((unit, lanes))
         self.settle(key)
 
     def settle(self, key: tuple[int, int]) -> None:
-        count, waiting, need = self.barriers[key]
+        count, waiting, need, known = self.barriers[key]
         if need is None:
             need = sum(int(((u.cta == key[0]) & (u.at >= 0)).sum()) for u in self.units)
         if count < need:
@@ -843,6 +903,8 @@ class Batch:
         del self.barriers[key]
         for unit, lanes in waiting:
             unit.waits[lanes] = False
+            if self.order is not None:
+                self.order.learn(int(unit.tid[0]) // WARP, known)
         self.epoch[key[0]] += 1
 
     def left(self) -> None:
@@ -902,6 +964,8 @@ class Kernel:
                     batch.units = [Unit(batch, cta, tid, True)]
                 else:
                     batch.units = [Unit(batch, c, t, False) for c, t in zip(by_warp(cta), by_warp(tid), strict=True)]
+                    if races:
+                        batch.order = Order(threads // WARP, len(batch.smem) // 2)
                 self.play(batch, draw)
                 done += batch.count_products
         return done

@@ -118,6 +118,42 @@ def test_a_barrier_that_some_never_reach(ab) -> None:
     assert (b.view(np.int32)[64:] == np.arange(64, 128)).all()
 
 
+HANDED_ON = """
+      setp.ne.u32 %p1, %r2, 0;
+      add.s32 %r20, %r5, 1024;
+      @%p1 bra $begun;
+      mbarrier.init.shared.b64 [%r20], 32;
+    $begun:
+      bar.sync 0;
+      setp.ge.u32 %p2, %r2, 32;
+      @%p2 bra $second;
+      ld.global.b32 %r8, [%rd4];
+      st.shared.b32 [%r7], %r8;
+      {arrive}
+      ret;
+    $second:
+      {wait}
+      ld.shared.b32 %r11, [%r7+-128];
+      st.global.b32 [%rd5], %r11;
+      ret;"""
+ARRIVE = "mbarrier.arrive.shared.b64 %rd8, [%r20];"
+WAIT = """
+    $again:
+      mbarrier.try_wait.parity.shared.b64 %p3, [%r20], 0;
+      @!%p3 bra $again;"""
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_warp_hands_on_to_another(ab, seed: int) -> None:
+    a, b = ab
+    run(HANDED_ON.format(arrive=ARRIVE, wait=WAIT), a, b, warps=seed, races=True)
+    assert (b[32:64] == a[:32]).all()
+    with pytest.raises(Fault, match="does not wait for warp 0|may still read"):
+        run(HANDED_ON.format(arrive=ARRIVE, wait=""), *ab, warps=seed, races=True)
+    with pytest.raises(Fault, match="every thread waits"):
+        run(HANDED_ON.format(arrive="", wait=WAIT), *ab, warps=seed, races=True)
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_copy_is_there_only_after_its_wait(ab, wait: bool) -> None:
     body = f"""

@@ -54,7 +54,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> Callable[..
 
     target = parse_target("sm90")
     monkeypatch.setattr(problem, "target_of", lambda device: target)
-    how: dict[str, Any] = {"warps": 0, "late": True}
+    how: dict[str, Any] = {"warps": 0, "late": True, "races": True}
     memory = SimpleNamespace(now=None, kept=None)
     arguments = forward.arguments
 

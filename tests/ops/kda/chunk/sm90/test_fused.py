@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,10 @@ from cula.host.arch import parse_target
 from cula.host.errors import NotSupportedError
 from cula.kda import chunk_kda
 from cula.ops.kda.chunk.sm90.options import GROUP, PRODUCERS, REGISTERS, Options
+from tests.ptx.machine import Fault
 
 pytest.importorskip("cutlass")
+from cula.ops.kda.chunk.sm90 import fused
 
 PACKED = (0, 17, 1, 40, 0)
 BASE = {"K": 128, "V": 128, "dtype": "bf16", "beta": "logits", "l2norm": True}
@@ -64,6 +67,30 @@ def test_no_order_of_warps_changes_a_bit(emulated) -> None:
         assert bits_equal(found[0], first[0])
         assert bits_equal(found[1], first[1])
     held(p, {"o": first[0], "final_state": first[1]}, reference(p, gradients=False))
+
+
+@pytest.mark.parametrize("line", range(1, 4))
+def test_each_barrier_of_a_producer_is_needed(emulated, compiler, monkeypatch, line: int) -> None:
+    """Of the barriers before norms, before factors and before pairs, none can go."""
+    p = make(Case(T=70, gate="sigmoid", **BASE))
+    whole = compiler.__call__
+
+    def without(self, options: Options):
+        found = whole(options)
+        parts = re.split(r"(\n\s*bar\.sync [^\n]*)", found.ptx)
+        assert len(parts) == 2 * 4 + 1  # the first is of all threads
+        del parts[2 * line + 1]
+        return SimpleNamespace(ptx="".join(parts))
+
+    monkeypatch.setattr(type(compiler), "__call__", without)
+    with torch.no_grad(), pytest.raises(Fault, match="does not wait for|may still read"):
+        chunk(p, implementation="sm90")
+
+
+def test_its_barriers_are_those_of_its_table(compiler) -> None:
+    table = dict(re.findall(r"\| (full|empty)\[stage\] \| [^|]* \| ([^|]*) \|", fused.__doc__))
+    counts = re.findall(r"mbarrier\.init\.shared\.b64 \[[^\]]*\], (\d+)", compiler(Options(state_out="fp32")).ptx)
+    assert [int(x) for x in counts] == [int(table["full"]), 2 * int(table["empty"].split()[0])]
 
 
 def test_rows_after_the_last_boundary_are_zeros(emulated) -> None:
