@@ -56,7 +56,7 @@ _SM90_RULES = (
     Rule(lambda p, t: p.beta_dtype in ("bf16", "fp32"), "needs beta in bf16 or fp32, got {p.beta_dtype}"),
     Rule(lambda p, t: p.rows_aligned, "needs q, k, v, g and out with contiguous channels, rows aligned to 16 bytes"),
     Rule(lambda p, t: not p.intermediate_states, "returns no intermediate states"),
-    Rule(lambda p, t: not p.checkpoint_every, "writes no checkpoints"),
+    Rule(lambda p, t: not p.position_offsets, "takes no position_offsets; checkpoints count from 0"),
 )
 
 FORWARD_ROWS: tuple[Row, ...] = (

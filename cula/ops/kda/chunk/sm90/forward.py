@@ -54,6 +54,8 @@ def options_of(p: KDAProblem, x: Operands, source: States, target: States) -> Op
         index_in=0 if source.indices is None else source.indices.element_size(),
         index_out=0 if target.indices is None else target.indices.element_size(),
         flagged=flag is not None,
+        checkpoints="" if x.checkpoints is None else STATES[x.checkpoints.dtype],
+        offset=0 if x.checkpoints is None else x.checkpoint_offsets.element_size(),
     )
 
 
@@ -71,9 +73,16 @@ def arguments(p: KDAProblem, x: Operands, source: States, target: States, o: Ten
     for indices in (source.indices, target.indices, flag):
         slots += [0, 0] if indices is None else [indices.data_ptr(), indices.stride(0)]
     slots += [0 if cu is None else cu.stride(0)]
-    x.memo["kept alive"] = (A_log, dt_bias, cu)
+    marks, offsets = x.checkpoints, None
+    if marks is None:
+        slots += [0] * 7
+    else:
+        offsets = x.checkpoint_offsets.to(device)
+        slots += [marks.data_ptr(), *marks.stride(), offsets.data_ptr(), offsets.stride(0)]
+    x.memo["kept alive"] = (A_log, dt_bias, cu, offsets)
     return [
         *addresses, *strides, *slots, source.tensor.shape[0], target.tensor.shape[0], x.null_index,
+        0 if marks is None else marks.shape[0], p.checkpoint_every or 64,
         p.T, p.HV, p.HV // p.H, p.N, p.scale, p.lower_bound or 0.0,
     ]  # fmt: skip
 

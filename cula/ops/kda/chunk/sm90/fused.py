@@ -69,7 +69,8 @@ class Fused:
         sgb: Int64, sgt: Int64, sgh: Int64, sbb: Int64, sbt: Int64, sbh: Int64, sob: Int64, sot: Int64, soh: Int64,
         sin: Int64, sih: Int64, siv: Int64, sik: Int64, sun: Int64, suh: Int64, suv: Int64, suk: Int64,
         read: Int64, srn: Int64, write: Int64, swn: Int64, flag: Int64, sfn: Int64, scn: Int64,
-        slots_in: Int32, slots_out: Int32, null_index: Int32,
+        checkpoints: Int64, scc: Int64, sch: Int64, scv: Int64, sck: Int64, offsets: Int64, son: Int64,
+        slots_in: Int32, slots_out: Int32, null_index: Int32, checkpoint_rows: Int32, checkpoint_every: Int32,
         T: Int32, HV: Int32, G: Int32, N: Int32, scale: Float32, lower_bound: Float32, stream: Any,
     ) -> None:  # fmt: skip
         """Launch it. Addresses; strides in elements; G: value heads of a head."""
@@ -77,7 +78,8 @@ class Fused:
             q, k, v, g, beta, A_log, dt_bias, cu, state_in, o, state_out,
             sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sgb, sgt, sgh, sbb, sbt, sbh, sob, sot, soh,
             sin, sih, siv, sik, sun, suh, suv, suk, read, srn, write, swn, flag, sfn, scn,
-            slots_in, slots_out, null_index, T, HV, G, N, scale, lower_bound,
+            checkpoints, scc, sch, scv, sck, offsets, son, slots_in, slots_out, null_index, checkpoint_rows,
+            checkpoint_every, T, HV, G, N, scale, lower_bound,
         ).launch(
             grid=[HV * (2 // self.o.consumers), N, 1], block=[self.o.threads, 1, 1], stream=stream,
             smem=self.bytes + 1024, min_blocks_per_mp=1,
@@ -91,7 +93,8 @@ class Fused:
         sgb: Int64, sgt: Int64, sgh: Int64, sbb: Int64, sbt: Int64, sbh: Int64, sob: Int64, sot: Int64, soh: Int64,
         sin: Int64, sih: Int64, siv: Int64, sik: Int64, sun: Int64, suh: Int64, suv: Int64, suk: Int64,
         read: Int64, srn: Int64, write: Int64, swn: Int64, flag: Int64, sfn: Int64, scn: Int64,
-        slots_in: Int32, slots_out: Int32, null_index: Int32,
+        checkpoints: Int64, scc: Int64, sch: Int64, scv: Int64, sck: Int64, offsets: Int64, son: Int64,
+        slots_in: Int32, slots_out: Int32, null_index: Int32, checkpoint_rows: Int32, checkpoint_every: Int32,
         T: Int32, HV: Int32, G: Int32, N: Int32, scale: Float32, lower_bound: Float32,
     ) -> None:  # fmt: skip
         """See the module."""
@@ -146,8 +149,16 @@ class Fused:
             rest = Int32(0)  # rows after the last boundary, which the last sequence's CTAs make zeros
             if cutlass.const_expr(self.o.packed > 0):
                 rest = T - Int32(first) if n == N - 1 else Int32(0)
+            mark, marks = Int64(0), Int64(0)  # rows of this sequence's checkpoints
+            if cutlass.const_expr(self.o.checkpoints != ""):
+                own = offsets + self.o.offset * Int64(n) * son
+                mark = Int64(Int32(ptx.load_global(own, "b32")))
+                marks = Int64(Int32(ptx.load_global(own + self.o.offset * son, "b32")))
+                marks = marks if marks < Int64(checkpoint_rows) else Int64(checkpoint_rows)
+            size_mark = 4 if self.o.checkpoints == "fp32" else 2
+            kept = (checkpoints + size_mark * Int64(hv) * sch, size_mark * scc, scv, sck, marks, checkpoint_every)
             self.consume(
-                smem, tid & (GROUP - 1), group - PRODUCERS, steps, length, rest, vv,
+                smem, tid & (GROUP - 1), group - PRODUCERS, steps, length, rest, vv, mark, kept,
                 state_in + size_in * (slot_in * sin + Int64(hv) * sih), siv, sik, slot_in,
                 state_out + size_out * (slot_out * sun + Int64(hv) * suh), suv, suk, slot_out,
                 o + 2 * (batch * sob + first * sot + Int64(hv) * soh), 2 * sot,
@@ -414,8 +425,8 @@ class Fused:
 
     @cute.jit
     def consume(
-        self, smem: Int32, t: Int32, group: Int32, steps: Int32, length: Int32, rest: Int32, vv: Int32,
-        state_in: Int64, siv: Int64, sik: Int64, slot_in: Int64,
+        self, smem: Int32, t: Int32, group: Int32, steps: Int32, length: Int32, rest: Int32, vv: Int32, mark: Int64,
+        kept: Any, state_in: Int64, siv: Int64, sik: Int64, slot_in: Int64,
         state_out: Int64, suv: Int64, suk: Int64, slot_out: Int64, o: Int64, sot: Int64,
     ) -> None:  # fmt: skip
         """A consumer warpgroup: rows vv .. vv + 63 of the transposed state, through every step."""
@@ -442,6 +453,13 @@ class Fused:
             for chunk in cutlass.range_constexpr(2):
                 out = self.walk(at, chunk, lane, vv + warp * 16, S)
                 self.write(turn, out, lane, step * ROWS + chunk * CHUNK, length, o + 2 * Int64(vv + warp * 16), sot)
+                if cutlass.const_expr(self.o.checkpoints != ""):
+                    checkpoints, scc, scv, sck, marks, every = kept
+                    done = step * ROWS + (chunk + 1) * CHUNK
+                    if done % every == 0 and done <= length:
+                        if mark >= 0 and mark < marks:
+                            self.put(S, checkpoints + mark * scc, row, column, scv, sck, self.o.checkpoints)
+                        mark = mark + 1
             ptx.meet_warp()
             if lane == 0:
                 ptx.arrive(smem + self.empty_at + slot * 8)
@@ -450,12 +468,19 @@ class Fused:
             ptx.store_global(o + Int64(row_at) * sot + Int64(vv * 2 + (t & 7) * 16), [zero, zero, zero, zero])
         if cutlass.const_expr(self.o.state_out != ""):  # noqa: SIM102 (a constant: the other is none)
             if slot_out >= 0:
-                for e in cutlass.range_constexpr(64):
-                    spot = Int64(row + 8 * ((e >> 1) & 1)) * suv + Int64(column + 8 * (e >> 2) + (e & 1)) * suk
-                    if cutlass.const_expr(self.o.state_out == "fp32"):
-                        ptx.store_global(state_out + 4 * spot, [S[e] * 2.0**SHIFT])
-                    else:
-                        ptx.store_global_16(state_out + 2 * spot, ptx.pack_bf16(S[e] * 2.0**SHIFT, Float32(0.0)))
+                self.put(S, state_out, row, column, suv, suk, self.o.state_out)
+
+    @cute.jit
+    def put(
+        self, S: cute.Tensor, to: Int64, row: Int32, column: Int32, sv: Int64, sk: Int64, kind: cutlass.Constexpr
+    ) -> None:
+        """Store this thread's part of the state, with c put back."""
+        for e in cutlass.range_constexpr(64):
+            spot = Int64(row + 8 * ((e >> 1) & 1)) * sv + Int64(column + 8 * (e >> 2) + (e & 1)) * sk
+            if cutlass.const_expr(kind == "fp32"):
+                ptx.store_global(to + 4 * spot, [S[e] * 2.0**SHIFT])
+            else:
+                ptx.store_global_16(to + 2 * spot, ptx.pack_bf16(S[e] * 2.0**SHIFT, Float32(0.0)))
 
     @cute.jit
     def walk(self, at: Int32, chunk: cutlass.Constexpr, lane: Int32, v_row: Int32, S: cute.Tensor) -> Any:

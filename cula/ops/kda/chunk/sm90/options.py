@@ -28,6 +28,8 @@ class Options:
     index_in: int = 0  # bytes of a slot's index, 0: sequence n has slot n
     index_out: int = 0
     flagged: bool = False  # a flag says which sequences have an entry state
+    checkpoints: str = ""  # "fp32" or "bf16"
+    offset: int = 0  # bytes of a checkpoint offset
 
     @property
     def stage_bytes(self) -> int:

@@ -64,7 +64,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> Callable[..
         extra = x.memo["kept alive"]
         given = {"q": x.q, "k": x.k, "v": x.v, "g": x.g, "beta": x.beta, "o": o, "state in": source.tensor,
                  "state out": leaving.tensor, "read": source.indices, "write": leaving.indices,
-                 "flag": x.has_initial_state, "A_log": extra[0], "dt_bias": extra[1], "cu": extra[2]}  # fmt: skip
+                 "flag": x.has_initial_state, "A_log": extra[0], "dt_bias": extra[1], "cu": extra[2],
+                 "offsets": extra[3], "checkpoints": x.checkpoints}  # fmt: skip
         for name, tensor in given.items():
             if tensor is not None and tensor.numel():
                 span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

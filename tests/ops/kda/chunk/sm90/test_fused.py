@@ -111,17 +111,19 @@ def test_rows_after_the_last_boundary_are_zeros(emulated) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
-def test_slots_and_null_indices(emulated, dtype: torch.dtype, index: torch.dtype) -> None:
+def test_slots_checkpoints_and_null_indices(emulated, dtype: torch.dtype, index: torch.dtype) -> None:
     p = make(Case(T=58, lengths=(17, 1, 40), gate="sigmoid", **BASE))
     results = []
     for name in ("sm90", "eager"):
         pool = normal(6, 1, 128, 128, seed=3).to(dtype)
+        rows = torch.full((5, 1, 128, 128), 7.0, dtype=dtype)
         out = serve(
             "kda_prefill", p, cu_seqlens=p.cu_seqlens, state_pool=pool, implementation=name,
             read_indices=torch.tensor([4, -1, 0], dtype=index), write_indices=torch.tensor([2, 5, -1], dtype=index),
-            has_initial_state=torch.tensor([True, True, False]),
+            has_initial_state=torch.tensor([True, True, False]), checkpoints=rows, checkpoint_every=16,
+            checkpoint_offsets=torch.tensor([0, 1, 1, 3], dtype=index),
         )  # fmt: skip
-        results.append((out, pool))
+        results.append((out, pool, rows))
     start = normal(6, 1, 128, 128, seed=3).to(dtype)
     assert bits_equal(results[0][1][[0, 1, 3, 4]], start[[0, 1, 3, 4]])
     for got, truth in zip(*results, strict=True):
@@ -166,11 +168,14 @@ ALL = [
     Options(
         consumers=2, wide_gate=True, packed=4, state_in="bf16", state_out="bf16", index_in=4, index_out=8, flagged=True
     ),
+    Options(consumers=2, state_out="fp32", checkpoints="bf16", offset=8),
     Options(consumers=1, wide_gate=True, wide_beta=False, packed=8, state_in="fp32", has_A=False, has_bias=False),
 ]
 
 
-@pytest.mark.parametrize("options", ALL, ids=lambda o: f"{o.consumers}{'w' if o.wide_gate else ''}{o.state_in}")
+@pytest.mark.parametrize(
+    "options", ALL, ids=lambda o: f"{o.consumers}{'w' if o.wide_gate else ''}{o.state_in}{o.checkpoints}"
+)
 def test_what_it_is_compiled_to(compiler, options: Options) -> None:
     """wgmma in the PTX, no register spilled in either loop, and what one SM has."""
     found = compiler(options)
