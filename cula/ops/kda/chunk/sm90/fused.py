@@ -37,8 +37,9 @@ LOG2E = 1.4426950408889634
 #: log2 of c.
 SHIFT = 57.0
 EPS = 1e-6
-#: A raw gate whose sigmoid is 0 for any A_log and bias.
+#: A raw gate whose sigmoid is 0 for any bias and any rate that is not below LEAST_RATE, where all sigmoids are 1/2.
 CLOSED = -1e30
+LEAST_RATE = 1e-20
 CHUNK = 16
 
 
@@ -205,7 +206,7 @@ class Fused:
         p = t & 63  # channels 2 p, 2 p + 1
         a = Float32(LOG2E)
         if cutlass.const_expr(self.o.has_A):
-            a = LOG2E * ptx.exp2(LOG2E * ptx.load_global(A_log, "f32"))
+            a = cute.arch.fmax(LOG2E * ptx.exp2(LOG2E * ptx.load_global(A_log, "f32")), Float32(LEAST_RATE))
         bias = [Float32(0.0), Float32(0.0)]
         if cutlass.const_expr(self.o.has_bias):
             bias = [-a * ptx.load_global(dt_bias + Int64(p) * 8 + 4 * c, "f32") for c in range(2)]

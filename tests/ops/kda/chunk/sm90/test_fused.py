@@ -50,6 +50,14 @@ def test_outputs_are_the_references(emulated, case: Case) -> None:
         held(p, run_chunk(p, "sm90", gradients=False), reference(p, gradients=False))
 
 
+@pytest.mark.parametrize("rate", [-100.0, 20.0])
+def test_rows_past_the_end_do_not_decay_the_state(emulated, rate: float) -> None:
+    p = make(CASES[6])
+    p = p.map(lambda x: x, A_log=torch.full_like(p.A_log, rate))
+    with torch.no_grad():
+        held(p, run_chunk(p, "sm90", gradients=False), reference(p, gradients=False))
+
+
 @pytest.mark.parametrize("case", [CASES[0], CASES[5]], ids=lambda case: case.id)
 def test_prefill_over_a_pool_is_the_reference(emulated, case: Case) -> None:
     p = make(case)
