@@ -87,7 +87,7 @@ def expected(case: Case, inputs: RawInputs) -> tuple[Outputs, dict[str, float]]:
     problem = SimpleNamespace(
         q=part.q.to(DTYPES[case.dtype]), k=part.k, v=part.v, g=part.g, A_log=part.A_log,
         dt_bias=part.dt_bias.view(-1, case.K), lower_bound=LOWER_BOUND, raw_gate=True,
-        case=SimpleNamespace(l2norm=True, K=case.K, V=case.value_dim),
+        case=SimpleNamespace(algorithm="kda", l2norm=True, K=case.K, V=case.value_dim),
     )  # fmt: skip
     return truth, floors(problem, truth)
 
