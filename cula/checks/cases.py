@@ -241,7 +241,7 @@ class Problem:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the positional arguments of every function: q, k, v, and KDA's g and beta."""
-        return ("q", "k", "v") if self.g is None else ("q", "k", "v", "g", "beta")
+        return ("q", "k", "v") if self.case.algorithm == "lightning" else ("q", "k", "v", "g", "beta")
 
     def operands(self) -> tuple[torch.Tensor, ...]:
         """The positional arguments of every function."""
