@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cula.ops.common.elementwise import LOG2E, logistic, power_of_two
 from cula.ops.kda.decode.portable.config import configure_serving
+from cula.ops.kda.decode.portable.elementwise import LOG2E, logistic, power_of_two
 from cula.ops.kda.decode.portable.launch import GATES, Launch
 from cula.ops.kda.decode.portable.layout import INDEX, on_device_of, rows_of, states
 from cula.ops.kda.decode.portable.step import (

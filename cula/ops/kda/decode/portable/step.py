@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cula.ops.common.elementwise import LN2, LOG2E, log_of_one_plus_exp, logistic, power_of_two
+from cula.ops.kda.decode.portable.elementwise import LN2, LOG2E, log_of_one_plus_exp, logistic, power_of_two
 
 EPS = tl.constexpr(1e-6)
 #: Bits that one token may lose: 2^-256 is 0 in fp32.
