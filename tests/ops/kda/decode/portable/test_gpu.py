@@ -308,6 +308,26 @@ def test_more_programs_than_a_grid_axis_of_65535() -> None:
     assert bits_equal(pool, halves)
 
 
+def test_a_prompt_of_32k_in_four_pieces_then_decode() -> None:
+    p = drawn(FAST.replace(B=1, T=4 * 8192 + 1, H=2, HV=2))
+    pools, outs = [], []
+    for pieces in (1, 4):
+        pool, size = pool_of(p), 32768 // pieces
+        made = []
+        for first in range(0, 32768, size):
+            part = p.tokens(first, first + size)
+            given = {"state_pool": pool, "read_indices": torch.tensor([6]), "implementation": "portable"}
+            made.append(serve("kda_prefill", part, **given, cp_mode=False))
+        made.append(call("kda_decode", p.tokens(32768, 32769), pool, [6]))
+        outs.append(torch.cat(made, 1))
+        pools.append(pool)
+    limit = tolerance("o", p.q.dtype, DEVICE)
+    for first in range(0, 32769, 8192):  # no piece may be off, however small its part of the whole
+        part = slice(first, first + 8192)
+        assert relative_error(outs[1][:, part], outs[0][:, part].double()) <= limit, first
+    assert relative_error(pools[1], pools[0].double()) <= limit
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_another_device_than_the_current_one() -> None:
     p = make(FAST).map(lambda x: x.to("cuda:1"))
