@@ -35,9 +35,9 @@ test-gpu: ## run the tests that need a GPU
 	@$(PY) -c "import sys, torch; torch.cuda.is_available() or sys.exit('make test-gpu: torch finds no CUDA device here')"
 	$(PY) -m pytest -q -m gpu $(ARGS)
 
-fuzz: ## run the property tests with many more examples
+fuzz: ## run the property tests with many more examples, and the tests that take minutes
 	@bash tools/venv.sh test
-	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest -q -n $(JOBS) -m "hypothesis and not gpu" $(ARGS)
+	HYPOTHESIS_PROFILE=fuzz $(PY) -m pytest -q -n $(JOBS) -m "(hypothesis or long) and not gpu" $(ARGS)
 
 bench: ## time the implementations this machine can run (a GPU: ARGS="--device cuda")
 	@bash tools/venv.sh demo,cpu

@@ -1,9 +1,10 @@
 """Shared by all tests: hypothesis profiles, a clean environment, and one parameter per implementation that runs here.
 
-A test that takes `on_chunk`, `on_prefill`, `on_recurrent`, `on_decode`, `on_verify`, `on_rollback`, `on_fused` or
-`on_gate` runs once for every implementation of that stage that `cula.available()` lists, on every kind of device here;
-`subject` is any implementation with any stage. Each is a `Subject`, and while the test runs, its name means its very
-row (`cula.checks.rows`) and its device is torch's default (not for `subject`). Those on a GPU are marked `gpu`.
+A test that takes `on_chunk`, `on_prefill`, `on_recurrent`, `on_decode`, `on_verify`, `on_rollback`, `on_fused`,
+`on_gate`, or one of four with `on_lightning_`, runs once for every implementation of that
+stage that `cula.available()` lists, on every kind of device here; `subject` is any implementation with any stage. Each
+is a `Subject`, and while the test runs, its name means its very row (`cula.checks.rows`) and its device is torch's
+default (not for `subject`). Those on a GPU are marked `gpu`.
 A module of CPU tests that name no implementation uses `each_chunk` or `each_prefill`: every row of that stage is
 then what auto prefers.
 Without a GPU Triton's kernels run in its interpreter, which is decided when triton is first imported.
@@ -51,8 +52,21 @@ _FUNCTIONS = {
     "on_rollback": "kda_rollback",
     "on_fused": "kda_decode_fused",
     "on_gate": "fused_kda_gate",
+    "on_lightning_chunk": "chunk_lightning_attn",
+    "on_lightning_prefill": "lightning_prefill",
+    "on_lightning_decode": "lightning_decode",
+    "on_lightning_verify": "lightning_verify",
 }
 _CPU = {"each_chunk": "chunk_kda", "each_prefill": "kda_prefill"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `long` run where they are asked for: by a marker expression, or in the fuzz profile."""
+    if config.option.markexpr or os.environ.get("HYPOTHESIS_PROFILE") == "fuzz":
+        return
+    apart = [x for x in items if x.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=apart)
+    items[:] = [x for x in items if x not in apart]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -83,9 +97,8 @@ def _there(request: pytest.FixtureRequest) -> Iterator[Subject]:
         yield request.param
 
 
-on_chunk, on_prefill, on_recurrent, on_decode, on_verify, on_rollback, on_fused, on_gate = (
-    pytest.fixture(_there, name=name) for name in _FUNCTIONS
-)
+for _name in _FUNCTIONS:
+    globals()[_name] = pytest.fixture(_there, name=_name)
 
 
 def _preferred(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:

@@ -1,4 +1,4 @@
-"""Random KDA problems, each named by a frozen `Case` and made from it alone, in bits, on any machine.
+"""Random problems of every algorithm, each named by a frozen `Case` and made from it alone, in bits, on any machine.
 
 Numbers are drawn in float64 on the CPU, rounded to the case's dtypes, then moved to the device.
 """
@@ -25,7 +25,7 @@ LOWER_BOUND = -5.0
 class GateInputs:
     """What one kind of gate feeds a call: `g` as given, and the in-kernel gate's parameters where it is raw."""
 
-    g: torch.Tensor
+    g: torch.Tensor | None
     A_log: torch.Tensor | None = None
     dt_bias: torch.Tensor | None = None
     lower_bound: float | None = None
@@ -131,9 +131,32 @@ BETAS: dict[str, tuple[float, float, bool, bool]] = {
 }
 
 
+#: Every kind of Lightning slopes, by name: slopes `[HV]` from the number of heads. "last" are those of MiniMax's last
+#: layer, which remembers a hundred thousand tokens.
+SLOPES: dict[str, Callable[[int], torch.Tensor]] = {
+    "slopes_zero": torch.zeros,
+    "slopes_last": lambda n: lightning_slopes(n, 79, 80, "minimax"),
+    "slopes_weak": lambda n: torch.full((n,), 2.0**-8),
+    "slopes_alibi": lambda n: lightning_slopes(n, 1, 80, "minimax"),
+    "slopes_fla": lambda n: lightning_slopes(n, 0, 12),
+    "slopes_steep": lambda n: torch.full((n,), 8.0),
+    "slopes_wall": lambda n: torch.full((n,), 1e3),
+    "slopes_mixed": lambda n: torch.tensor([0.0, 8.0, 2.0**-8, 0.7] * n)[:n],
+}
+
+ALGORITHMS = ("kda", "lightning")
+
+
+def lightning_slopes(*arguments: Any) -> torch.Tensor:
+    """`cula.lightning.lightning_slopes`, imported when it is called."""
+    from cula.lightning import lightning_slopes as slopes
+
+    return slopes(*arguments)
+
+
 @dataclass(frozen=True)
 class Case:
-    """One KDA problem by name; `make` turns it into tensors.
+    """One problem by name; `make` turns it into tensors. A gate of `SLOPES` makes it one of Lightning Attention.
 
     HV value heads (a multiple of H). lengths: packed sequences, B is then 1 and T the number of rows, which may
     be more than the lengths' sum. l2norm: q and k are left unnormalised and the call normalises them.
@@ -164,6 +187,11 @@ class Case:
         return self.B if self.lengths is None else len(self.lengths)
 
     @property
+    def algorithm(self) -> str:
+        """ "kda" or "lightning"."""
+        return "lightning" if self.gate in SLOPES else "kda"
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype of q, k and v."""
         return DTYPES[self.dtype]
@@ -174,7 +202,7 @@ class Case:
         parts = [f"B{self.B}", f"T{self.T}", f"H{self.H}"]
         parts += [f"HV{self.HV}"] if self.HV != self.H else []
         parts += [f"K{self.K}"] + ([f"V{self.V}"] if self.V != self.K else [])
-        parts += [self.dtype, self.gate, f"beta_{self.beta}"]
+        parts += [self.dtype, self.gate] + ([f"beta_{self.beta}"] if self.algorithm == "kda" else [])
         parts += [f"packed{len(self.lengths)}"] if self.lengths is not None else []
         parts += ["vfirst"] if self.v_first else []
         parts += ["norm"] if self.l2norm else []
@@ -191,14 +219,15 @@ class Case:
 @dataclass
 class Problem:
     """The tensors of a case: q, k `[B,T,H,K]`, v `[B,T,HV,V]`, g `[B,T,HV,K]`, beta `[B,T,HV]`, A_log `[HV]`,
-    dt_bias `[HV,K]`, h0 in the case's state layout, cu_seqlens int32 `[N+1]`, and cotangents do and dht."""
+    dt_bias `[HV,K]`, h0 in the case's state layout, cu_seqlens int32 `[N+1]`, and cotangents do and dht. One of
+    Lightning Attention has slopes `[HV]` in place of g, beta and the gate's parameters."""
 
     case: Case
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
+    g: torch.Tensor | None
+    beta: torch.Tensor | None
     A_log: torch.Tensor | None
     dt_bias: torch.Tensor | None
     h0: torch.Tensor | None
@@ -207,6 +236,16 @@ class Problem:
     dht: torch.Tensor
     lower_bound: float | None
     raw_gate: bool
+    slopes: torch.Tensor | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the positional arguments of every function: q, k, v, and KDA's g and beta."""
+        return ("q", "k", "v") if self.g is None else ("q", "k", "v", "g", "beta")
+
+    def operands(self) -> tuple[torch.Tensor, ...]:
+        """The positional arguments of every function."""
+        return tuple(getattr(self, name) for name in self.names)
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """The differentiable inputs that are there, by name."""
@@ -214,11 +253,19 @@ class Problem:
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     def five(self) -> tuple[torch.Tensor, ...]:
-        """q, k, v, g, beta: the positional arguments of every function."""
+        """q, k, v, g, beta: the positional arguments of every function of KDA."""
         return self.q, self.k, self.v, self.g, self.beta
 
     def flags(self) -> dict[str, Any]:
-        """Keyword arguments of chunk_kda beyond q, k, v, g, beta and the tensors of `inputs`."""
+        """Keyword arguments of the chunk function beyond the positional ones and the tensors of `inputs`."""
+        if self.slopes is not None:
+            return {
+                "slopes": self.slopes,
+                "scale": self.case.scale,
+                "output_final_state": True,
+                "state_v_first": self.case.v_first,
+                "cu_seqlens": self.cu_seqlens,
+            }
         _, _, logits, doubled = BETAS[self.case.beta]
         return {
             "scale": self.case.scale,
@@ -233,7 +280,9 @@ class Problem:
         }
 
     def serving_flags(self) -> dict[str, Any]:
-        """The common keyword arguments of kda_prefill, kda_decode and kda_verify."""
+        """The common keyword arguments of an algorithm's prefill, decode and verify."""
+        if self.slopes is not None:
+            return {"slopes": self.slopes, "scale": self.case.scale}
         _, _, logits, doubled = BETAS[self.case.beta]
         return {
             "A_log": self.A_log,
@@ -265,7 +314,7 @@ class Problem:
     def tokens(self, start: int, end: int, **changes: Any) -> Problem:
         """Tokens start..end of every sequence of an unpacked problem (h0 unless `changes` says otherwise)."""
         assert self.case.lengths is None, "cut an unpacked problem"
-        cut = {name: getattr(self, name)[:, start:end] for name in ("q", "k", "v", "g", "beta", "do")}
+        cut = {name: getattr(self, name)[:, start:end] for name in (*self.names, "do")}
         return self.map(lambda x: x, case=self.case.replace(T=end - start), **{**cut, **changes})
 
 
@@ -278,11 +327,7 @@ def make(case: Case, device: torch.device | str | None = None) -> Problem:
     gate_dtype = dtype if case.gates == "same" else own
     q, k = (_vectors(rng, case) for _ in range(2))
     v = _normal(rng, case.B, case.T, case.HV, case.V)
-    gate = GATES[case.gate](rng, (case.B, case.T, case.HV, case.K))
-    low, high, _, _ = BETAS[case.beta]
-    beta = _uniform(rng, low, high, case.B, case.T, case.HV) if high > low else None
-    if beta is None:
-        beta = torch.full((case.B, case.T, case.HV), low, dtype=torch.float64, device="cpu")
+    gate, beta = _gate_and_beta(rng, case)
     h0, dht = (_normal(rng, case.N, case.HV, case.K, case.V) for _ in range(2))
     if case.v_first:
         h0, dht = h0.transpose(-1, -2), dht.transpose(-1, -2)
@@ -306,7 +351,25 @@ def make(case: Case, device: torch.device | str | None = None) -> Problem:
         dht=to(dht, own),
         lower_bound=gate.lower_bound,
         raw_gate=gate.raw,
+        slopes=to(_slopes(case), own),
     )
+
+
+def _gate_and_beta(rng: torch.Generator, case: Case) -> tuple[GateInputs, torch.Tensor | None]:
+    if case.algorithm != "kda":
+        return GateInputs(None), None
+    gate = GATES[case.gate](rng, (case.B, case.T, case.HV, case.K))
+    low, high, _, _ = BETAS[case.beta]
+    if high > low:
+        return gate, _uniform(rng, low, high, case.B, case.T, case.HV)
+    return gate, torch.full((case.B, case.T, case.HV), low, dtype=torch.float64, device="cpu")
+
+
+def _slopes(case: Case) -> torch.Tensor | None:
+    if case.algorithm != "lightning":
+        return None
+    with torch.device("cpu"):
+        return SLOPES[case.gate](case.HV)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

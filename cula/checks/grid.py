@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cula.checks import rows, runs
-from cula.checks.cases import BETAS, GATES, Case, Problem, make
+from cula.checks.cases import BETAS, GATES, SLOPES, Case, Problem, make
 from cula.checks.tolerance import column
 
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 200)
@@ -25,10 +25,11 @@ FALLBACKS: tuple[dict[str, Any], ...] = ({}, {"K": 64, "V": 64}, {"K": 128, "V":
 
 QUICK_GATES = ("zero", "bound", "channels", "softplus", "sigmoid_no_A", "cliff16")
 QUICK_LENGTHS = (0, 1, 17, 65)
+QUICK_SLOPES = ("slopes_zero", "slopes_last", "slopes_fla", "slopes_steep", "slopes_mixed")
 
 
 def cases(quick: bool = False) -> list[Case]:
-    """The grid's problems, the same list in every process."""
+    """The grid's problems of KDA, the same list in every process."""
     lengths = QUICK_LENGTHS if quick else LENGTHS
     gates = QUICK_GATES if quick else tuple(GATES)
     result = []
@@ -59,6 +60,27 @@ def cases(quick: bool = False) -> list[Case]:
                     seed=draw.randrange(1000),
                 )
             )
+    return result
+
+
+def lightning_cases(quick: bool = False) -> list[Case]:
+    """The grid's problems of Lightning Attention: every length meets every kind of slopes, these every dtype."""
+    result = []
+    for i, T in enumerate(QUICK_LENGTHS if quick else LENGTHS):
+        for j, slopes in enumerate(QUICK_SLOPES if quick else SLOPES):
+            draw = random.Random(f"{T}/{slopes}")
+            H, HV = draw.choice(HEADS)
+            K, V = draw.choice(WIDTHS)
+            packed = (i + j) % 3 == 0
+            result.append(
+                Case(
+                    B=1 if packed else draw.choice((1, 2)), T=T, H=H, HV=HV, K=K, V=V, gate=slopes,
+                    dtype=DTYPE_NAMES[(i + j) % 4], lengths=cut(draw, T) if packed else None,
+                    state=draw.random() < 0.75, v_first=bool(j % 2 == i // 2 % 2),
+                    scale=draw.choice((None, None, 1.0, 0.25)), chunk_size=draw.choice((64, 64, 32, 16)),
+                    seed=draw.randrange(1000),
+                )
+            )  # fmt: skip
     return result
 
 
@@ -96,9 +118,11 @@ class Outcome:
 
 def plan(function: str, case: Case) -> Case | None:
     """The case as `function` can take it: shortened for decode and verify, None where it says nothing."""
-    if function == "kda_decode":
+    if case.algorithm != rows.algorithm_of(function):
+        return None
+    if function.endswith("_decode"):
         return case.replace(T=min(case.T, runs.MAX_STEPS)) if case.lengths is None and case.T else None
-    if function == "kda_verify":
+    if function.endswith("_verify"):
         if case.lengths is not None:
             lengths = tuple(min(n, runs.MAX_DRAFT) for n in case.lengths)
             return case.replace(lengths=lengths, T=sum(lengths)) if sum(lengths) else None
@@ -112,15 +136,15 @@ def plan(function: str, case: Case) -> Case | None:
 def run(function: str, problem: Problem, name: str, *, gradients: bool = True) -> runs.Quantities:
     """`function` on `problem` by the implementation `name`; 16-bit runs are poisoned with 1e30, others with NaN."""
     fill = 1e30 if problem.case.dtype in ("bf16", "fp16") else float("nan")
-    if function == "chunk_kda":
+    if function in rows.BACKWARDS:
         return runs.run_chunk(problem, name, gradients=gradients, fill=fill)
     if function == "fused_recurrent_kda":
         return runs.run_recurrent(problem, name, fill=fill)
-    if function == "kda_prefill":
+    if function.endswith("_prefill"):
         return runs.run_prefill(problem, name, fill=fill)
-    if function == "kda_decode":
+    if function.endswith("_decode"):
         return runs.run_decode(problem, name, fill=fill)
-    if function == "kda_verify":
+    if function.endswith("_verify"):
         return runs.run_verify(problem, name, fill=fill)
     return runs.run_gate(problem, fill=fill)
 
@@ -132,7 +156,7 @@ def judge(function: str, case: Case, label: str, device: str = "cpu") -> list[Ou
     """
     from cula import NotSupportedError
 
-    gradients = function == "chunk_kda" and rows.has_backward(label, device)
+    gradients = rows.has_backward(label, device, function)
     planned = plan(function, case)
     if planned is None:
         return []
@@ -197,7 +221,7 @@ def sweep(
                     jobs.append((kind, function, label))
     todo = [
         (kind, function, label, case)
-        for case in cases(quick)
+        for case in (*cases(quick), *lightning_cases(quick))
         for kind, function, label in jobs
         if plan(function, case) is not None
     ]

@@ -22,7 +22,14 @@ STAGES = {
     "kda_rollback": "rollback",
     "kda_decode_fused": "decode fused",
     "fused_kda_gate": "gate",
+    "chunk_lightning_attn": "lightning forward",
+    "lightning_prefill": "lightning forward",
+    "lightning_decode": "lightning decode",
+    "lightning_verify": "lightning verify",
 }
+
+#: The function of each algorithm that has a backward, and the backward's stage.
+BACKWARDS = {"chunk_kda": "chunk backward", "chunk_lightning_attn": "lightning backward"}
 
 #: Sizes and dtypes one of which every row should take.
 PROBES = tuple({"K": K, "dtype": dtype} for K in (32, 64, 128) for dtype in ("fp32", "bf16"))
@@ -65,18 +72,27 @@ def _accepting(function: str, device: str) -> list[Any]:
     return [row for row in here if row.mechanism + row.name in accepted]
 
 
+def algorithm_of(function: str) -> str:
+    """ "kda" or "lightning"."""
+    return "lightning" if "lightning" in function else "kda"
+
+
 def subjects(device: str) -> list[str]:
     """Every label of every function on `device`."""
     return list(dict.fromkeys(label for function in STAGES for label in labels(function, device)))
 
 
-def has_backward(label: str, device: str) -> bool:
-    """Whether the implementation has a row for the backward of chunk_kda on `device`."""
+def has_backward(label: str, device: str, function: str = "chunk_kda") -> bool:
+    """Whether the implementation has a row for the backward of `function` on `device`."""
+    if function not in BACKWARDS:
+        return False
     from cula import explain
 
     for probe in PROBES:
-        for stage, verdicts in explain("chunk_kda", device=device, T=1, grad=True, **probe).stages:
-            if stage == "chunk backward" and any(v.row.name == name_of(label) and v.reason is None for v in verdicts):
+        for stage, verdicts in explain(function, device=device, T=1, grad=True, **probe).stages:
+            if stage == BACKWARDS[function] and any(
+                v.row.name == name_of(label) and v.reason is None for v in verdicts
+            ):
                 return True
     return False
 

@@ -14,6 +14,7 @@ import torch
 
 from cula.checks.cases import BETAS, Case, Problem, natural_gate, normal
 from cula.checks.poison import Poison
+from cula.checks.rows import algorithm_of
 from cula.checks.tolerance import FLOORS, GROUPS, relative_error, rms, tolerance
 
 Quantities = dict[str, torch.Tensor]
@@ -26,6 +27,10 @@ FUNCTIONS = (
     "kda_decode",
     "kda_verify",
     "fused_kda_gate",
+    "chunk_lightning_attn",
+    "lightning_prefill",
+    "lightning_decode",
+    "lightning_verify",
 )
 
 MAX_STEPS = 4
@@ -33,11 +38,32 @@ MAX_DRAFT = 16
 
 
 def reference(problem: Problem, *, gradients: bool = True) -> Quantities:
-    """o, final_state (K-first) and every gradient from kda_recurrent_reference in float64."""
-    from cula.kda import kda_recurrent_reference
+    """o, final_state (K-first) and every gradient from the algorithm's recurrence in float64."""
+    if problem.case.algorithm == "lightning":
+        from cula.ops.lightning.reference import lightning_recurrent_reference as recurrence
+    else:
+        from cula.kda import kda_recurrent_reference as recurrence
 
     p = problem.map(lambda x: x.double() if x.is_floating_point() else x)
-    return _forward_backward(kda_recurrent_reference, p, gradients, {})
+    return _forward_backward(recurrence, p, gradients, {})
+
+
+def function_named(name: str) -> Any:
+    """The public function of this name."""
+    from importlib import import_module
+
+    return getattr(import_module(f"cula.{algorithm_of(name)}"), name)
+
+
+def chunk_function(problem: Problem) -> Any:
+    """chunk_kda, or Lightning's; plain imports, which torch.compile can trace."""
+    if problem.case.algorithm == "lightning":
+        from cula.lightning import chunk_lightning_attn
+
+        return chunk_lightning_attn
+    from cula.kda import chunk_kda
+
+    return chunk_kda
 
 
 def run_chunk(
@@ -48,30 +74,29 @@ def run_chunk(
     fill: float | None = math.nan,
     **options: Any,
 ) -> Quantities:
-    """chunk_kda through the public door; cp_mode=False unless `options` says otherwise."""
-    from cula.kda import chunk_kda
-
+    """The chunk function through the public door; cp_mode=False unless `options` says otherwise."""
     poison, p = _poison(problem, fill)
     chosen = {"cp_mode": False, "chunk_size": problem.case.chunk_size, "implementation": implementation, **options}
-    result = _forward_backward(chunk_kda, p, gradients, chosen)
+    result = _forward_backward(chunk_function(problem), p, gradients, chosen)
     poison.check()
     return result
 
 
 def chunk(problem: Problem, **options: Any) -> Any:
-    """chunk_kda(...) on the problem's tensors as they are, context parallelism off; `options` win over its flags."""
-    from cula.kda import chunk_kda
-
-    named = {"A_log": problem.A_log, "dt_bias": problem.dt_bias, "initial_state": problem.h0, "cp_mode": False}
-    size = {"chunk_size": problem.case.chunk_size}
-    return chunk_kda(*problem.five(), **{**problem.flags(), **named, **size, **options})
+    """The chunk function on the problem's tensors as they are, no context parallelism; `options` win over its flags."""
+    named = {"initial_state": problem.h0, "cp_mode": False, "chunk_size": problem.case.chunk_size}
+    if problem.case.algorithm == "kda":
+        named |= {"A_log": problem.A_log, "dt_bias": problem.dt_bias}
+    return chunk_function(problem)(*problem.operands(), **{**problem.flags(), **named, **options})
 
 
 def serve(name: str, problem: Problem, **options: Any) -> torch.Tensor:
-    """cula.kda.<name>(...), a serving function, on the problem's tensors; `options` win over its flags."""
-    import cula.kda
+    """The serving function of this name on the problem's tensors; `options` win over its flags.
 
-    return getattr(cula.kda, name)(*problem.five(), **{**problem.serving_flags(), **options})
+    Of "prefill", "decode" and "verify" it is the problem's own algorithm's.
+    """
+    name = name if "_" in name else f"{problem.case.algorithm}_{name}"
+    return function_named(name)(*problem.operands(), **{**problem.serving_flags(), **options})
 
 
 def run_recurrent(problem: Problem, implementation: Any = None, *, fill: float | None = math.nan) -> Quantities:
@@ -87,8 +112,10 @@ def run_recurrent(problem: Problem, implementation: Any = None, *, fill: float |
 
 def _forward_backward(function: Any, p: Problem, gradients: bool, options: dict[str, Any]) -> Quantities:
     leaves = {name: x.detach().requires_grad_(gradients) for name, x in p.inputs().items()}
-    named = {"A_log": leaves.get("A_log"), "dt_bias": leaves.get("dt_bias"), "initial_state": leaves.get("h0")}
-    first = [leaves[name] for name in ("q", "k", "v", "g", "beta")]
+    named = {"initial_state": leaves.get("h0")}
+    if p.case.algorithm == "kda":
+        named |= {"A_log": leaves.get("A_log"), "dt_bias": leaves.get("dt_bias")}
+    first = [leaves[name] for name in p.names]
     o, state = function(*first, **p.flags(), **named, **options)[:2]
     result = {"o": o.detach(), "final_state": k_first(state.detach(), p.case)}
     if gradients:
@@ -149,36 +176,36 @@ def fresh_pool(
 def run_prefill(
     problem: Problem, implementation: Any = None, *, fill: float | None = math.nan, **options: Any
 ) -> Quantities:
-    """kda_prefill over a pool: `out` and the states that the pool then holds (K-first, as final_state)."""
+    """The prefill function over a pool: `out` and the states that the pool then holds (K-first, as final_state)."""
     poison, p = _poison(problem, fill)
     base, index = fresh_pool(problem)
     pool = poison.tensor(base, "state_pool", writable=True)
     slots = {"state_pool": pool, "read_indices": index, "cu_seqlens": p.cu_seqlens}
-    out = serve("kda_prefill", p, **slots, **{"cp_mode": False, **options}, implementation=implementation)
+    out = serve("prefill", p, **slots, **{"cp_mode": False, **options}, implementation=implementation)
     poison.check()
     _untouched(pool, base, index)
     return {"o": out, "final_state": pool[index.long()].transpose(-1, -2)}
 
 
 def run_decode(problem: Problem, implementation: Any = None, *, fill: float | None = math.nan) -> Quantities:
-    """kda_decode over the first tokens of an unpacked problem: outputs of all steps, states after the last."""
+    """The decode function over the first tokens of an unpacked problem: outputs of all steps, states after the last."""
     poison, p = _poison(problem, fill)
     base, index = fresh_pool(problem)
     pool = poison.tensor(base, "state_pool", writable=True)
     slots = {"state_pool": pool, "state_indices": index, "implementation": implementation}
-    steps = [serve("kda_decode", p.tokens(t, t + 1), **slots) for t in range(p.case.T)]
+    steps = [serve("decode", p.tokens(t, t + 1), **slots) for t in range(p.case.T)]
     poison.check()
     _untouched(pool, base, index)
     return {"o": torch.cat(steps, 1), "final_state": pool[index.long()].transpose(-1, -2)}
 
 
 def run_verify(problem: Problem, implementation: Any = None, *, fill: float | None = math.nan) -> Quantities:
-    """kda_verify of a whole (short) problem: outputs, and the states it leaves with update_state."""
+    """The verify function over a whole (short) problem: outputs, and the states it leaves with update_state."""
     poison, p = _poison(problem, fill)
     base, index = fresh_pool(problem)
     pool = poison.tensor(base, "state_pool", writable=True)
     slots = {"state_pool": pool, "state_indices": index, "update_state": True}
-    out = serve("kda_verify", p, cu_seqlens=p.cu_seqlens, **slots, implementation=implementation)
+    out = serve("verify", p, cu_seqlens=p.cu_seqlens, **slots, implementation=implementation)
     poison.check()
     _untouched(pool, base, index)
     return {"o": out, "final_state": pool[index.long()].transpose(-1, -2)}
@@ -223,6 +250,8 @@ def units(problem: Problem, truth: Quantities) -> dict[str, float]:
     """
     if "dq" not in truth:
         return {}
+    if problem.case.algorithm != "kda":
+        return {"dh0": 1.0}
     q, k = problem.q.double(), problem.k.double()
     scale = [1.0, 1.0]
     if problem.case.l2norm:

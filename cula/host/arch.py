@@ -99,6 +99,12 @@ def has_numba() -> bool:
 
 
 @lru_cache(maxsize=1)
+def has_cute_dsl() -> bool:
+    """The CuTe DSL and the TVM-FFI that its kernels are called through can be imported here."""
+    return find_spec("cutlass") is not None and find_spec("tvm_ffi") is not None
+
+
+@lru_cache(maxsize=1)
 def has_triton() -> bool:
     """Triton can be imported here."""
     return find_spec("triton") is not None

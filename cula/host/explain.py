@@ -22,8 +22,11 @@ _FUNCTIONS: dict[str, tuple[str, tuple[str, ...], str | None]] = {
     "kda_rollback": ("cula.ops.kda.decode.policy", ("rollback",), None),
     "kda_decode_fused": ("cula.ops.kda.decode.policy", ("decode fused",), None),
     "fused_kda_gate": ("cula.ops.kda.gate.policy", ("gate",), None),
+    "chunk_lightning_attn": ("cula.ops.lightning.chunk.policy", ("lightning forward",), "lightning backward"),
+    "lightning_prefill": ("cula.ops.lightning.chunk.policy", ("lightning forward",), None),
+    "lightning_decode": ("cula.ops.lightning.decode.policy", ("lightning decode",), None),
+    "lightning_verify": ("cula.ops.lightning.decode.policy", ("lightning verify",), None),
 }
-_TOKENWISE = ("kda_verify", "kda_rollback", "fused_recurrent_kda")
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16", "fp32": "fp32",
            "float32": "fp32", "float": "fp32", "fp64": "fp64", "float64": "fp64", "double": "fp64"}  # fmt: skip
 
@@ -126,13 +129,15 @@ def explain(
 def available() -> Available:
     """What this machine can run: every row of every table, with the reason where it cannot."""
     from cula.ops.kda.problem import KDAProblem
+    from cula.ops.lightning.problem import LightningProblem
 
     targets = [CPU, *_live_gpus()]
     found: list[tuple[Row, str | None]] = []
     for module in dict.fromkeys(module for module, _, _ in _FUNCTIONS.values()):
         for rows in import_module(module).STAGES.values():
             for row in rows:
-                reasons = [row.refusal(KDAProblem(1, 128, 1, 1, 128, 128, 1), t) for t in targets]
+                kind = LightningProblem if row.algorithm == "lightning" else KDAProblem
+                reasons = [row.refusal(kind(1, 128, 1, 1, 128, 128, 1), t) for t in targets]
                 found.append((row, None if None in reasons else reasons[0]))
     return Available(tuple(found))
 
@@ -169,7 +174,7 @@ def _sizes(B: int, T: int, H: int, HV: Any, K: int, V: Any, lengths: Any) -> dic
 
 
 def _function(name: str) -> Callable[..., Any]:
-    return getattr(import_module("cula.kda"), name)
+    return getattr(import_module("cula.lightning" if "lightning" in name else "cula.kda"), name)
 
 
 def _check_flags(name: str, flags: Mapping[str, Any]) -> None:
@@ -185,24 +190,19 @@ def _problem(
     name: str, sizes: dict[str, int], lengths: Sequence[int] | None, dtype: str, grad: bool, flags: dict[str, Any]
 ) -> Any:
     """The problem that a call with these flags would parse to."""
-    from cula.ops.kda.cp_mode import CPMode
-    from cula.ops.kda.problem import KDAProblem, check_chunk_size, parse_lower_bound, parse_scale
+    if "lightning" in name:
+        from cula.ops.lightning.problem import LightningProblem
 
-    serving = name in ("kda_prefill", "kda_decode", "kda_verify", "kda_rollback", "kda_decode_fused")
+        return LightningProblem(**_common(name, sizes, lengths, dtype, grad, flags))
+    from cula.ops.kda.problem import KDAProblem, parse_lower_bound
+
+    serving = _serves(name)
     raw = flags.get("gate_is_raw", True) if serving else flags.get("use_gate_in_kernel", name == "fused_kda_gate")
     bound = parse_lower_bound(flags.get("lower_bound")) if raw else None
-    pool = flags.get("state_pool")
-    one_token = name in ("kda_decode", "kda_decode_fused")
-    wide = "fp64" if dtype == "fp64" else "fp32"
     return KDAProblem(
-        **sizes,
-        N=len(lengths) if lengths is not None else sizes["B"] * (sizes["T"] if one_token else 1),
-        dtype=dtype,
+        **_common(name, sizes, lengths, dtype, grad, flags),
         gate_dtype=dtype,
         beta_dtype=dtype,
-        state_dtype=_dtype(getattr(pool, "dtype", wide)),
-        packed=lengths is not None,
-        lengths=None if lengths is None else tuple(lengths),
         gate="finished" if not raw else "softplus" if bound is None else "lower_bound",
         lower_bound=bound,
         has_A_log=bool(raw) and (bound is None or flags.get("A_log") is not None),
@@ -210,21 +210,46 @@ def _problem(
         beta_sigmoid=bool(flags.get("beta_is_logits", True) if serving else flags.get("use_beta_sigmoid_in_kernel")),
         neg_eigval=bool(flags.get("allow_neg_eigval")),
         l2norm=bool(flags.get("normalize_qk", True) if serving else flags.get("use_qk_l2norm_in_kernel")),
-        scale=parse_scale(flags.get("scale"), sizes["K"]),
-        initial_state=flags.get("initial_state") is not None,
-        final_state=bool(flags.get("output_final_state")),
-        state_v_first=serving or bool(flags.get("state_v_first")),
         intermediate_states=bool(flags.get("return_intermediate_states")),
         disable_recompute=bool(flags.get("disable_recompute")),
-        chunk_size=check_chunk_size(flags.get("chunk_size", 64)),
-        grad=grad,
         use_graph=bool(flags.get("use_graph")),
-        cp=CPMode.parse(flags.get("cp_mode"), grad=grad),
-        pool=pool is not None or (serving and name != "kda_prefill"),
-        checkpoint_every=flags.get("checkpoint_every", 64) if flags.get("checkpoints") is not None else 0,
-        position_offsets=flags.get("position_offsets") is not None,
-        tokens=1 if one_token else sizes["T"] if name in _TOKENWISE else 0,
-        tree=flags.get("parent") is not None,
         rollback=name == "kda_rollback" or flags.get("rollback") is not None,
         conv_width=4 if name == "kda_decode_fused" else 0,
     )
+
+
+def _serves(name: str) -> bool:
+    """The function works on a pool, if it gets one."""
+    return name.endswith(("_prefill", "_decode", "_decode_fused", "_verify", "_rollback"))
+
+
+def _common(
+    name: str, sizes: dict[str, int], lengths: Sequence[int] | None, dtype: str, grad: bool, flags: dict[str, Any]
+) -> dict[str, Any]:
+    """What the problems of every algorithm say of such a call."""
+    from cula.ops.common.arguments import check_chunk_size, parse_scale
+    from cula.ops.common.cp_mode import CPMode
+
+    pool = flags.get("state_pool")
+    one_token, drafts = name.endswith(("_decode", "_decode_fused")), name.endswith(("_verify", "_rollback"))
+    wide = "fp64" if dtype == "fp64" else "fp32"
+    return {
+        **sizes,
+        "N": len(lengths) if lengths is not None else sizes["B"] * (sizes["T"] if one_token else 1),
+        "dtype": dtype,
+        "state_dtype": _dtype(getattr(pool, "dtype", wide)),
+        "packed": lengths is not None,
+        "lengths": None if lengths is None else tuple(lengths),
+        "scale": parse_scale(flags.get("scale"), sizes["K"]),
+        "initial_state": flags.get("initial_state") is not None,
+        "final_state": bool(flags.get("output_final_state")),
+        "state_v_first": _serves(name) or bool(flags.get("state_v_first")),
+        "chunk_size": check_chunk_size(flags.get("chunk_size", 64)),
+        "grad": grad,
+        "cp": CPMode.parse(flags.get("cp_mode"), grad=grad),
+        "pool": pool is not None or one_token or drafts,
+        "checkpoint_every": flags.get("checkpoint_every", 64) if flags.get("checkpoints") is not None else 0,
+        "position_offsets": flags.get("position_offsets") is not None,
+        "tokens": 1 if one_token else sizes["T"] if drafts or name == "fused_recurrent_kda" else 0,
+        "tree": flags.get("parent") is not None,
+    }

@@ -56,7 +56,7 @@ def test_the_grid_is_the_same_in_every_process() -> None:
 
 
 def test_the_fp32_lanes_of_every_function_see_raw_and_finished_gates() -> None:
-    for function in runs.FUNCTIONS:
+    for function in (x for x in runs.FUNCTIONS if rows.algorithm_of(x) == "kda"):
         planned = [p for c in CASES if (p := grid.plan(function, c)) is not None]
         assert len(planned) >= 20, function
         assert {p.dtype for p in planned} == set(grid.DTYPE_NAMES)

@@ -21,7 +21,12 @@ FUNCTIONS = {
     "kda_rollback": ["rollback"],
     "kda_decode_fused": ["decode fused"],
     "fused_kda_gate": ["gate"],
+    "chunk_lightning_attn": ["lightning forward"],
+    "lightning_prefill": ["lightning forward"],
+    "lightning_decode": ["lightning decode"],
+    "lightning_verify": ["lightning verify"],
 }
+BACKWARDS = {"chunk backward", "lightning backward"}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -37,14 +42,16 @@ def test_every_function_has_a_row_that_accepts_on_every_device(device: str, name
             assert "{" not in (verdict.reason or ""), "an unformatted reason"
 
 
-def test_grad_adds_the_backward_of_chunk_kda_alone() -> None:
+def test_grad_adds_the_backward_of_the_chunk_functions_alone() -> None:
+    found = [s for s, _ in cula.explain("chunk_lightning_attn", grad=True).stages]
+    assert found == ["lightning forward", "lightning backward"]
     assert [s for s, _ in cula.explain("chunk_kda", grad=True).stages] == ["chunk forward", "chunk backward"]
     assert [s for s, _ in cula.explain("kda_prefill", grad=True).stages] == ["chunk forward"]
 
 
 def test_no_name_is_every_function() -> None:
     found = [stage for stage, _ in cula.explain(device="sm90", grad=True).stages]
-    expected = {stage for stages in FUNCTIONS.values() for stage in stages} | {"chunk backward"}
+    expected = {stage for stages in FUNCTIONS.values() for stage in stages} | BACKWARDS
     assert set(found) == expected and len(found) == len(expected)
 
 
@@ -84,7 +91,7 @@ def test_packed_lengths_and_flags() -> None:
 
 @pytest.mark.parametrize("name, flag", [
     ("chunk_kda", "transpose_state_layout"), ("chunk_kda", "gate_is_raw"), ("kda_decode", "use_gate_in_kernel"),
-    ("kda_verify", "chunk_size"), ("fused_kda_gate", "beta"),
+    ("kda_verify", "chunk_size"), ("fused_kda_gate", "beta"), ("lightning_verify", "rollback"),
 ])  # fmt: skip
 def test_a_flag_that_the_function_does_not_have_is_a_type_error(name: str, flag: str) -> None:
     with pytest.raises(TypeError, match=flag):
@@ -128,7 +135,7 @@ def test_available_lists_every_row_of_every_table() -> None:
     found = cula.available()
     assert "eager" in found.names
     stages = {row.stage for row, _ in found.rows}
-    assert stages == {stage for names in FUNCTIONS.values() for stage in names} | {"chunk backward"}
+    assert stages == {stage for names in FUNCTIONS.values() for stage in names} | BACKWARDS
     explained = {v.row for _, vs in cula.explain(grad=True).stages for v in vs}
     assert {row for row, _ in found.rows} == explained
     assert set(found.names) == {row.name for row, reason in found.rows if reason is None}
@@ -138,7 +145,7 @@ def test_available_lists_every_row_of_every_table() -> None:
 def test_rows_say_what_they_are() -> None:
     for row, _ in cula.available().rows:
         assert row.name in ("eager", "portable", "sm90", "sm100")
-        assert row.algorithm == "kda" and row.mechanism and row.arch and row.dsl
+        assert row.algorithm in ("kda", "lightning") and row.mechanism and row.arch and row.dsl
         assert row.status.startswith(("measured on", "compiled, not run")), row
         assert row.verified or row.status.startswith("compiled, not run")
         assert ":" in row.entry
@@ -157,9 +164,11 @@ def test_eager_serves_every_stage_on_a_cpu() -> None:
 
 def test_explaining_loads_no_kernel_language_and_no_kernel() -> None:
     code = (
-        "import sys, cula\n"
+        "import sys, torch\n"
+        "own = set(sys.modules)\n"  # torch loads what it finds of cuda.bindings
+        "import cula\n"
         "for device in ('cpu', 'sm90', 'sm100', 'sm120'): cula.explain(device=device, grad=True)\n"
-        "found = [m for m in sys.modules if m.split('.')[0] in ('triton', 'cutlass', 'cuda', 'numba')]\n"
+        "found = [m for m in set(sys.modules) - own if m.split('.')[0] in ('triton', 'cutlass', 'cuda', 'numba')]\n"
         "found += [m for m in sys.modules if m.startswith('cula.ops') and m.split('.')[-2:-1] == ['eager']]\n"
         "print(found)"
     )

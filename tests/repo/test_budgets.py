@@ -19,7 +19,7 @@ PARAMETERS = 12
 WINDOW = 10  # consecutive lines of code
 DUPLICATES = 0.03  # part of all windows of the package that may stand elsewhere too
 #: What makes a function compiled code: these decorate it or are called on it.
-COMPILERS = {"jit", "kernel", "njit"}
+COMPILERS = {"jit", "kernel", "njit", "compiled"}  # the last one is cula.ops.common.loops' own
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

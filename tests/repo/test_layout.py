@@ -119,7 +119,7 @@ def _imports(where: str, imports: list[tuple[str, bool]]) -> Iterator[str]:
     algorithm, stage, arch = _cell(parts[2:-1]) if in_ops else ("", None, None)
     for module, at_load in dict.fromkeys(imports):
         top = module.split(".")[0]
-        allowed = ALLOWED_DSLS.get(arch, DSLS if algorithm == "common" else set())
+        allowed = ALLOWED_DSLS.get(arch, COMPILERS if algorithm == "common" else set())
         if in_ops and stage is None and arch is None and algorithm != "common":
             allowed = {"numba"}  # CPU loops that the eager rows of several stages share stand above the stages
         if top in COMPILERS and top not in allowed:

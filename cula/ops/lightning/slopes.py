@@ -21,19 +21,29 @@ def lightning_slopes(num_heads: int, layer_idx: int, num_layers: int, convention
     """
     import torch
 
-    if num_heads < 1:
-        raise RangeError(f"num_heads must be at least 1; got {num_heads}")
-    if num_layers < 1 or not 0 <= layer_idx < num_layers:
-        raise RangeError(f"layer_idx must lie in 0..num_layers-1 (num_layers={num_layers}); got {layer_idx}")
+    check_layer(num_heads, layer_idx, num_layers)
     if convention == "fla":
-        factor = 8.0 / num_heads * (1.0 - layer_idx / num_layers)
-        values = [factor * h for h in range(num_heads)]
+        step = fla_step(num_heads, layer_idx, num_layers)
+        values = [step * h for h in range(num_heads)]
     elif convention == "minimax":
         factor = 1.0 + 1e-5 if num_layers <= 1 else 1.0 - layer_idx / (num_layers - 1) + 1e-5
         values = [factor * s for s in _alibi(num_heads)]
     else:
         raise RangeError(f"convention must be 'fla' or 'minimax'; got {convention!r}")
     return torch.tensor(values, dtype=torch.float32)
+
+
+def check_layer(num_heads: int, layer_idx: int, num_layers: int) -> None:
+    """RangeError for a head count or layer index that does not exist."""
+    if num_heads < 1:
+        raise RangeError(f"num_heads must be at least 1; got {num_heads}")
+    if num_layers < 1 or not 0 <= layer_idx < num_layers:
+        raise RangeError(f"layer_idx must lie in 0..num_layers-1 (num_layers={num_layers}); got {layer_idx}")
+
+
+def fla_step(num_heads: int, layer_idx: int, num_layers: int) -> float:
+    """By how much the slope grows from head to head in the convention "fla"."""
+    return 8.0 / num_heads * (1.0 - layer_idx / num_layers)
 
 
 def _alibi(n: int) -> list[float]:

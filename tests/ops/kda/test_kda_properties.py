@@ -20,14 +20,14 @@ def two_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", properties.PROPERTIES)
 def test_property(subject, name: str) -> None:
-    properties.check(name, subject.label, subject.device)
+    properties.check(name, subject.label, subject.device, "kda")
 
 
 @pytest.mark.parametrize("name", ["prefix stability", "sequence isolation"])
 def test_property_with_two_threads(subject, two_threads, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """How work is cut over threads changes no bit either."""
     monkeypatch.setattr(properties, "CASES", properties.CASES[0:4:3])
-    properties.check(name, subject.label, subject.device)
+    properties.check(name, subject.label, subject.device, "kda")
 
 
 def test_every_implementation_of_the_table_is_a_subject() -> None:

@@ -13,16 +13,16 @@ Importing this file registers the ops; `chunk_kda` does when it is first traced.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
-from cula.host.errors import CulaError, NotSupportedError
+from cula.host.errors import NotSupportedError
 from cula.host.table import Row, request_for
+from cula.ops.common.traced import left_to_eager, number
 from cula.ops.kda.chunk.policy import choose_rows
 from cula.ops.kda.chunk.saved import Saved
 from cula.ops.kda.cp_mode import CPMode
@@ -89,14 +89,14 @@ def traced_chunk(
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu,
-        scale=_number(options.scale, lambda wrong: parse_scale(wrong, 1)),
+        scale=number(options.scale, lambda wrong: parse_scale(wrong, 1)),
         output_final_state=bool(options.final_state),
         use_qk_l2norm_in_kernel=bool(options.l2norm),
         use_gate_in_kernel=gated,
         use_beta_sigmoid_in_kernel=bool(activation.beta_logits),
         allow_neg_eigval=bool(activation.neg_eigval),
         safe_gate=bool(activation.safe_gate),
-        lower_bound=_number(activation.lower_bound, parse_lower_bound) if gated else None,
+        lower_bound=number(activation.lower_bound, parse_lower_bound) if gated else None,
         disable_recompute=bool(options.disable_recompute),
         return_intermediate_states=bool(options.intermediate_states),
         state_v_first=bool(options.state_v_first),
@@ -115,29 +115,7 @@ def traced_chunk(
     return outputs[0], final
 
 
-def _number(value: Any, parse: Callable[[Any], Any]) -> Any:
-    """None, or a number as it is: the tracer may hold it as a symbol, unfit for `parse`, which refuses the rest."""
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
-        return value
-    return parse(value)
-
-
 # ---- what tracing and running agree on ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PackedProblem(KDAProblem):
-    """A problem of packed sequences without what only a run knows: `lengths` is None, whatever they are.
-
-    lengths_later: the host will know them when the call runs.
-    """
-
-    lengths_later: bool = True
-
-    @property
-    def host_lengths(self) -> bool:
-        """The host will know how long each sequence is."""
-        return self.lengths_later
 
 
 def _parse(c: Call, grad: bool, traced: bool = False) -> tuple[KDAProblem, Operands]:
@@ -171,7 +149,7 @@ def _plan(c: Call, grad: bool, traced: bool = False) -> Plan:
     known = problem
     if problem.packed:
         later = not c.use_graph or c.cu_seqlens_cpu is not None or c.cu_seqlens.device.type == "cpu"
-        known = PackedProblem(**{**vars(problem), "lengths": None}, lengths_later=later)
+        known = replace(problem, lengths=None, lengths_later=later)
     rows = choose_rows(known, x.target, {"forward": c.forward, "backward": c.backward})
     for row in rows if problem.packed and not traced else ():
         reason = None if row is None else row.refusal(problem, x.target)
@@ -281,26 +259,6 @@ def _refuse_second_derivative(ctx: Any, *grads: Any) -> None:
     raise NotSupportedError("chunk_kda can be differentiated once; a double backward is not supported")
 
 
-def _left_to_eager(fake: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """`fake`, whose errors count as NotImplementedErrors as well.
-
-    With those torch.compile leaves the call to eager mode, which raises the error itself (with fullgraph it quotes
-    it); any other error it would replace by one of its own.
-    """
-
-    @wraps(fake)
-    def run(*args: Any) -> list[Tensor]:
-        try:
-            return fake(*args)
-        except CulaError as error:
-            if isinstance(error, NotImplementedError):
-                raise
-            kind = type(error)
-            raise type(kind.__name__, (kind, NotImplementedError), {})(*error.args) from None
-
-    return run
-
-
 _UNKNOWN = -1  # fills the boundaries where the run could not copy them: during graph capture
 _SHARED = ", ".join(f"{kind} {name}" for name, kind in _ARGUMENTS.items())
 _LIBRARY = torch.library.Library("cula", "FRAGMENT")
@@ -310,6 +268,6 @@ for _name, _extra, _run, _fake in (
 ):
     _LIBRARY.define(f"{_name}({_SHARED}, {_extra}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cula::{_name}", _left_to_eager(_fake), lib=_LIBRARY)
+    torch.library.register_fake(f"cula::{_name}", left_to_eager(_fake), lib=_LIBRARY)
 torch.library.register_autograd("cula::kda_chunk", _differentiate, setup_context=_save, lib=_LIBRARY)
 torch.library.register_autograd("cula::kda_chunk_backward", _refuse_second_derivative, lib=_LIBRARY)

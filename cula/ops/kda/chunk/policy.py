@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cula.host.arch import Target, has_numba, has_triton
+from cula.host.arch import Target, has_cute_dsl, has_numba, has_triton
 from cula.host.table import Row, Rule, choose, request_for
 
 FORWARD = "chunk forward"
@@ -39,7 +39,39 @@ _PORTABLE_RULES = (
 )
 _PORTABLE_STATUS = "measured on one H200 in an earlier state; compiled for sm80, sm90, sm100"
 
+_SM90_RULES = (
+    Rule(lambda p, t: t.capability == (9, 0), "needs a GPU of compute capability 9.0, got {t.name}"),
+    Rule(
+        lambda p, t: has_cute_dsl() or not t.live,
+        "needs the CuTe DSL with TVM-FFI; install cula[cute]",
+    ),
+    Rule(lambda p, t: p.dtype == "bf16", "needs bf16 q, k and v, got {p.dtype}"),
+    Rule(lambda p, t: p.K == p.V == 128, "needs K = V = 128, got K = {p.K}, V = {p.V}"),
+    Rule(
+        lambda p, t: p.gate == "lower_bound" and p.lower_bound >= -5.0,
+        "needs the in-kernel gate with -5 <= lower_bound, got the {p.gate} gate, lower_bound {p.lower_bound}",
+    ),
+    Rule(lambda p, t: p.l2norm, "needs q and k normalized in the kernel"),
+    Rule(lambda p, t: p.gate_dtype in ("bf16", "fp32"), "needs g in bf16 or fp32, got {p.gate_dtype}"),
+    Rule(lambda p, t: p.beta_dtype in ("bf16", "fp32"), "needs beta in bf16 or fp32, got {p.beta_dtype}"),
+    Rule(lambda p, t: p.rows_aligned, "needs q, k, v, g and out with contiguous channels, rows aligned to 16 bytes"),
+    Rule(lambda p, t: not p.intermediate_states, "returns no intermediate states"),
+    Rule(lambda p, t: not p.position_offsets, "takes no position_offsets; checkpoints count from 0"),
+)
+
 FORWARD_ROWS: tuple[Row, ...] = (
+    Row(
+        name="sm90",
+        mechanism="fused",
+        algorithm="kda",
+        stage=FORWARD,
+        arch="SM90 (H100, H200)",
+        dsl="CuTe DSL",
+        status="compiled, not run; its PTX is tested on a CPU",
+        entry="cula.ops.kda.chunk.sm90.forward:run",
+        verified=False,
+        rules=_SM90_RULES,
+    ),
     Row(
         name="portable",
         mechanism="two launches",

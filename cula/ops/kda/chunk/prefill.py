@@ -8,19 +8,15 @@ from typing import Any
 import torch
 
 from cula.host import env
-from cula.host.errors import DeviceError, DtypeError, RangeError, ShapeError
 from cula.host.table import forward_only_name
-from cula.host.varlen import check_index_tensor
+from cula.ops.common.debug import check_values
+from cula.ops.common.prefill import parse_checkpoints, parse_pool
 from cula.ops.kda.chunk.policy import choose_rows
-from cula.ops.kda.debug import check_values
 from cula.ops.kda.problem import (
     ActivationArguments,
     ChunkOptions,
-    KDAProblem,
-    Operands,
     check_out,
-    check_pool,
-    dtype_name,
+    has_aligned_rows,
     parse_chunk,
     parse_null_index,
 )
@@ -96,69 +92,14 @@ def kda_prefill(
     problem, x = parse_chunk(
         q, k, v, g, beta, activation, options, cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu
     )
-    problem, x = _parse_pool(
+    problem, x = parse_pool(
         problem, x, state_pool, read_indices, write_indices, has_initial_state, parse_null_index(null_index)
     )
-    problem, x = _parse_checkpoints(problem, x, checkpoints, checkpoint_every, checkpoint_offsets, position_offsets)
+    problem, x = parse_checkpoints(problem, x, checkpoints, checkpoint_every, checkpoint_offsets, position_offsets)
     x.out = check_out(out, v)
+    if problem.rows_aligned and not has_aligned_rows(x.out):
+        problem = replace(problem, rows_aligned=False)
     if env.debug():
         check_values(problem, x)
     forward, _ = choose_rows(problem, x.target, implementation)
     return forward.load()(problem, x).o
-
-
-def _parse_pool(
-    p: KDAProblem, x: Operands, pool: Any, read: Any, write: Any, has_initial_state: Any, null_index: int
-) -> tuple[KDAProblem, Operands]:
-    """Check the pool and its indices."""
-    device = x.q.device
-    if pool is None:
-        given = {"read_indices": read, "write_indices": write, "has_initial_state": has_initial_state}
-        for name, value in given.items():
-            if value is not None:
-                raise ShapeError(f"{name} needs state_pool; got state_pool=None")
-        return p, x
-    check_pool("state_pool", pool, (p.HV, p.V, p.K), p.dtype, device)
-    if read is None and pool.shape[0] < p.N:
-        raise ShapeError(f"state_pool needs a slot for each of N={p.N} sequences; got {pool.shape[0]} slots")
-    for name, value in (("read_indices", read), ("write_indices", write)):
-        if value is not None:
-            check_index_tensor(name, value, (p.N,), device)
-    if has_initial_state is not None:
-        if not isinstance(has_initial_state, torch.Tensor) or has_initial_state.dtype != torch.bool:
-            got = getattr(has_initial_state, "dtype", type(has_initial_state).__name__)
-            raise DtypeError(f"has_initial_state must be a bool tensor [N]; got {got}")
-        if tuple(has_initial_state.shape) != (p.N,):
-            raise ShapeError(f"has_initial_state must be [N] = [{p.N}]; got {list(has_initial_state.shape)}")
-        if has_initial_state.device != device:
-            raise DeviceError(f"has_initial_state must be on {device} as q is; got {has_initial_state.device}")
-    x.state_pool, x.read_indices, x.write_indices = pool, read, write
-    x.has_initial_state, x.null_index = has_initial_state, null_index
-    return replace(p, pool=True, state_dtype=dtype_name(pool)), x
-
-
-def _parse_checkpoints(
-    p: KDAProblem, x: Operands, checkpoints: Any, every: Any, offsets: Any, positions: Any
-) -> tuple[KDAProblem, Operands]:
-    """Check the checkpoint tensors."""
-    device = x.q.device
-    if checkpoints is None:
-        for name, value in (("checkpoint_offsets", offsets), ("position_offsets", positions)):
-            if value is not None:
-                raise ShapeError(f"{name} needs checkpoints; got checkpoints=None")
-        return p, x
-    if isinstance(every, bool) or not isinstance(every, int) or every < 16 or every % 16:
-        raise RangeError(f"checkpoint_every must be a positive multiple of 16 tokens; got {every!r}")
-    if offsets is None:
-        raise ShapeError("checkpoint_offsets [N+1] is required with checkpoints; got None")
-    check_pool("checkpoints", checkpoints, (p.HV, p.V, p.K), p.dtype, device)
-    need = p.state_dtype if p.pool else ("fp64" if p.dtype == "fp64" else "fp32")
-    if dtype_name(checkpoints) != need:
-        raise DtypeError(f"checkpoints must be {need} as the states are; got {dtype_name(checkpoints)}")
-    check_index_tensor("checkpoint_offsets", offsets, (p.N + 1,), device, host_ok=True)
-    on_host = offsets.device.type == "cpu"
-    if positions is not None:
-        check_index_tensor("position_offsets", positions, (p.N,), device, host_ok=True)
-        on_host = on_host and positions.device.type == "cpu"
-    x.checkpoints, x.checkpoint_offsets, x.position_offsets = checkpoints, offsets, positions
-    return replace(p, checkpoint_every=every, position_offsets=positions is not None, host_offsets=on_host), x

@@ -28,7 +28,7 @@ from cula.checks.tolerance import bits_equal
 from cula.host.table import Row
 from cula.kda import chunk_kda
 from cula.layers import KimiDeltaAttention
-from cula.ops.kda import problem
+from cula.ops.common import arguments
 from cula.ops.kda.chunk import library, policy
 from cula.ops.kda.chunk.saved import Gradients, Saved
 
@@ -541,8 +541,8 @@ def test_the_backward_gets_the_boundaries_that_the_forward_copied(monkeypatch: p
     """As on a GPU: a CPU needs no copy, so that here the op is told to pass one on."""
     p, read = make(PACKED), []
     monkeypatch.setattr(library, "_returns_boundaries", lambda c, grad: grad and c.cu_seqlens_cpu is None)
-    copy = problem.to_host
-    monkeypatch.setattr(problem, "to_host", lambda x: read.append(x.dtype) or copy(x))
+    copy = arguments.to_host
+    monkeypatch.setattr(arguments, "to_host", lambda x: read.append(x.dtype) or copy(x))
     got = run(p, compiled(chunk))
     assert read == [torch.int32, torch.int64]
     assert_same(got, run(p))
@@ -561,8 +561,8 @@ def test_boundaries_that_the_forward_could_not_copy() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_boundaries_are_copied_from_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     p, read = make(PACKED, "cuda"), []
-    copy = problem.to_host
-    monkeypatch.setattr(problem, "to_host", lambda x: read.append(x.device.type) or copy(x))
+    copy = arguments.to_host
+    monkeypatch.setattr(arguments, "to_host", lambda x: read.append(x.device.type) or copy(x))
     got = run(p, compiled(chunk))
     assert read == ["cuda", "cpu"]
     assert_same(got, run(p))

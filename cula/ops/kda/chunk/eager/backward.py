@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
+from cula.ops.common.chunk_layout import Group, Slab, SlabIndex, covers_all, groups, padded, steps_per_slab
 from cula.ops.common.exact_matmul import exact_matmul
+from cula.ops.common.workspace import Workspace
 from cula.ops.kda import activations as act
 from cula.ops.kda.chunk.eager.forward import entry_state
 from cula.ops.kda.chunk.eager.intra import dot
-from cula.ops.kda.chunk.eager.layout import Group, Slab, SlabIndex, covers_all, groups, padded, steps_per_slab
 from cula.ops.kda.chunk.eager.slab import Constants, Inputs, Prepared, Walk, constants, load, prepare, walk
-from cula.ops.kda.chunk.eager.workspace import Workspace
 from cula.ops.kda.chunk.saved import Gradients, Saved
 from cula.ops.kda.problem import KDAProblem, Operands
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from cula.ops.common.chunk_layout import Group, Slab, SlabIndex, covers_all, groups, padded, steps_per_slab
 from cula.ops.common.exact_matmul import exact_matmul
 from cula.ops.kda.chunk.eager import pool as pools
-from cula.ops.kda.chunk.eager.layout import Group, Slab, SlabIndex, covers_all, groups, padded, steps_per_slab
 from cula.ops.kda.chunk.eager.slab import constants, load, output, prepare, walk
 from cula.ops.kda.chunk.saved import ForwardResult, Saved
 from cula.ops.kda.problem import KDAProblem, Operands

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from cula.ops.common.chunk_layout import groups, steps_per_slab
 from cula.ops.kda.chunk.eager import pool as pools
-from cula.ops.kda.chunk.eager.layout import groups, steps_per_slab
 from cula.ops.kda.chunk.saved import ForwardResult, Saved
 from cula.ops.kda.problem import KDAProblem, Operands
 from cula.ops.kda.row_walk import States, walk_rows, walkable

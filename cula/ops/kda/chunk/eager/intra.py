@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from cula.ops.common.exact_matmul import bmm, sum_last
-from cula.ops.kda.chunk.eager.workspace import Workspace
+from cula.ops.common.workspace import Workspace
 
 Tensor = torch.Tensor
 

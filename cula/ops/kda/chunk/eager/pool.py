@@ -4,47 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from cula.ops.common.chunk_layout import Group, Slab
+from cula.ops.common.pools import checkpoint_plan, read_slots, write_slots
 from cula.ops.kda.chunk.eager.intra import suffix_decay
-from cula.ops.kda.chunk.eager.layout import Group, Slab
 from cula.ops.kda.chunk.eager.slab import Inputs, Walk, advance, total_decay
-from cula.ops.kda.pools import scatter_rows, slot_ids
 from cula.ops.kda.problem import KDAProblem, Operands
 
 Tensor = torch.Tensor
 
-
-def read_slots(p: KDAProblem, x: Operands, members: tuple[int, ...], states: Tensor) -> None:
-    """Fill V-first `states` `[sequences, HV, V, K]` from the pool; null slots and absent states become zero."""
-    ids = slot_ids(x.read_indices, p.N, x.state_pool.shape[0], x.null_index, states.device)
-    live = ids >= 0
-    if x.has_initial_state is not None:
-        live &= x.has_initial_state.to(states.device)
-    if members != tuple(range(p.N)):
-        chosen = torch.tensor(members, device=states.device)
-        ids, live = ids[chosen], live[chosen]
-    if x.state_pool.shape[0]:
-        found = x.state_pool.index_select(0, ids.clamp(min=0)).to(states.dtype)
-        states.copy_(torch.where(live[:, None, None, None], found, 0.0))
-
-
-def write_slots(p: KDAProblem, x: Operands, members: tuple[int, ...], states: Tensor) -> None:
-    """Write V-first `states` `[sequences, HV, V, K]` to the sequences' slots; null is skipped."""
-    source = x.write_indices if x.write_indices is not None else x.read_indices
-    ids = slot_ids(source, p.N, x.state_pool.shape[0], x.null_index, states.device)
-    scatter_rows(x.state_pool, ids[torch.tensor(members, dtype=torch.int64, device=states.device)], states)
-
-
-def checkpoint_plan(p: KDAProblem, x: Operands) -> list[list[tuple[int, int]]]:
-    """Per sequence, (tokens done, row of `checkpoints`) of each boundary that is kept."""
-    lengths = p.lengths if p.packed else (p.T,) * p.N
-    offsets = x.checkpoint_offsets.tolist()
-    positions = [0] * p.N if x.position_offsets is None else x.position_offsets.tolist()
-    rows, every, plan = x.checkpoints.shape[0], p.checkpoint_every, []
-    for n, length in enumerate(lengths):
-        last = min(offsets[n + 1], rows)
-        boundaries = range(every - positions[n] % every, length + 1, every)
-        plan.append([(done, offsets[n] + i) for i, done in enumerate(boundaries) if 0 <= offsets[n] + i < last])
-    return plan
+__all__ = ["Writer", "checkpoint_plan", "read_slots", "write_slots"]
 
 
 class Writer:

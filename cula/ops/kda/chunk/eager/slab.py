@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from cula.ops.common.chunk_layout import SlabIndex, padded, slab_chunk_heads
 from cula.ops.common.exact_matmul import add_bmm, bmm, sum_last
+from cula.ops.common.workspace import Workspace
 from cula.ops.kda import activations as act
 from cula.ops.kda.chunk.eager.intra import Intra, dot
-from cula.ops.kda.chunk.eager.layout import SlabIndex, padded, slab_chunk_heads
-from cula.ops.kda.chunk.eager.workspace import Workspace
 from cula.ops.kda.problem import KDAProblem, Operands
 
 Tensor = torch.Tensor

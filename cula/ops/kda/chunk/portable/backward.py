@@ -17,10 +17,10 @@ from cula.ops.kda.chunk.portable.forward import (
     make_tiles,
     padded_V,
     prepare,
-    v_first_strides,
     walk,
 )
 from cula.ops.kda.chunk.saved import Gradients, Saved
+from cula.ops.kda.chunk.states import v_first_strides
 from cula.ops.kda.problem import KDAProblem, Operands, has_wide_rows
 
 Tensor = torch.Tensor

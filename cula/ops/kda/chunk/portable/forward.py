@@ -19,8 +19,8 @@ from cula.ops.kda.chunk.portable.merge import merge_kernel
 from cula.ops.kda.chunk.portable.pre_scan import pre_scan_kernel
 from cula.ops.kda.chunk.portable.tiles import BLOCK_N, BLOCK_TILES, COLUMNS, tiles_kernel
 from cula.ops.kda.chunk.saved import ForwardResult, Saved
+from cula.ops.kda.chunk.states import States, entry, leaving, v_first_strides
 from cula.ops.kda.cp_mode import CPMode
-from cula.ops.kda.pools import slot_ids
 from cula.ops.kda.problem import KDAProblem, Operands
 
 Tensor = torch.Tensor
@@ -129,26 +129,6 @@ def prepared_shapes(p: KDAProblem, c: Config, tiles: int) -> list[tuple[str, tup
 def padded_V(p: KDAProblem, c: Config) -> int:
     """V in whole blocks of a walk."""
     return -(-p.V // c.walk.block) * c.walk.block
-
-
-@dataclass
-class States:
-    """One end of a walk: NONE, TENSOR or POOL of `delta_h`, the states, and the slots' indices or None."""
-
-    mode: int
-    tensor: Tensor
-    strides: tuple[int, ...] = (0, 0, 0, 0)
-    indices: Tensor | None = None
-
-    def index_arguments(self, spare: Tensor) -> tuple[Tensor, int]:
-        """The indices and their stride, or a tensor that is not read."""
-        return (spare, 0) if self.indices is None else (self.indices, self.indices.stride(0))
-
-
-def v_first_strides(state: Tensor, v_first: bool) -> tuple[int, ...]:
-    """Strides of a state tensor in the order n, head, V, K."""
-    n, h, a, b = state.stride()
-    return (n, h, a, b) if v_first else (n, h, b, a)
 
 
 def run(p: KDAProblem, x: Operands) -> ForwardResult:
@@ -305,32 +285,3 @@ def entry_states(
         HAS_READ=source.indices is not None, HAS_FLAG=flag is not None, PRECISION="tf32x3", num_warps=4, num_stages=1,
     )  # fmt: skip
     return table, States(1, state, state.stride())
-
-
-def entry(p: KDAProblem, x: Operands) -> States:
-    """Where the states come from. Slots that other sequences may write are copied before any is written."""
-    if not p.pool:
-        if x.initial_state is None:
-            return States(0, x.q)
-        return States(1, x.initial_state, v_first_strides(x.initial_state, p.state_v_first))
-    pool = x.state_pool
-    if x.write_indices is None or x.write_indices is x.read_indices:
-        return States(2, pool, pool.stride(), x.read_indices)
-    ids = slot_ids(x.read_indices, p.N, pool.shape[0], x.null_index, pool.device)
-    live = ids >= 0
-    if x.has_initial_state is not None:
-        live = live & x.has_initial_state
-    if pool.shape[0] == 0:
-        return States(0, x.q)
-    states = torch.where(live[:, None, None, None], pool.index_select(0, ids.clamp(min=0)), 0.0)
-    return States(1, states, states.stride())
-
-
-def leaving(p: KDAProblem, x: Operands, final: Tensor | None) -> States:
-    """Where the states go."""
-    if p.pool:
-        indices = x.read_indices if x.write_indices is None else x.write_indices
-        return States(2, x.state_pool, x.state_pool.stride(), indices)
-    if final is not None:
-        return States(1, final, v_first_strides(final, p.state_v_first))
-    return States(0, x.q)

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from cula.ops.kda.problem import KDAProblem
+from cula.ops.common.problem import SequenceProblem
 
 Tensor = torch.Tensor
 
@@ -67,7 +67,7 @@ class Group:
             yield Slab(self, first, last, active)
 
 
-def groups(p: KDAProblem, boundaries: tuple[int, ...] | None) -> list[Group]:
+def groups(p: SequenceProblem, boundaries: tuple[int, ...] | None) -> list[Group]:
     """Cut the batch into groups of about a slab's worth of chunk-heads a step."""
     size = max(1, slab_chunk_heads(p) // p.HV)
     if boundaries is None:
@@ -85,17 +85,17 @@ def groups(p: KDAProblem, boundaries: tuple[int, ...] | None) -> list[Group]:
     return result
 
 
-def steps_per_slab(p: KDAProblem, group: Group) -> int:
+def steps_per_slab(p: SequenceProblem, group: Group) -> int:
     """Steps that fill a slab."""
     return max(1, slab_chunk_heads(p) // (p.HV * max(1, len(group.ids))))
 
 
-def slab_chunk_heads(p: KDAProblem) -> int:
+def slab_chunk_heads(p: SequenceProblem) -> int:
     """Chunk-heads that a slab should hold."""
     return max(1, 2 * SLAB_ELEMENTS // (p.chunk_size * (padded(p.K) + padded(p.V))))
 
 
-def covers_all(p: KDAProblem) -> bool:
+def covers_all(p: SequenceProblem) -> bool:
     """Every token belongs to a sequence, so outputs need no zero fill."""
     return not p.packed or sum(p.lengths) == p.T
 

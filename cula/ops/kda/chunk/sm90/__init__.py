@@ -1,0 +1,1 @@
+"""Chunk kernels for SM90, in the CuTe DSL."""
