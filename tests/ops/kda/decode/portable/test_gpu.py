@@ -167,7 +167,8 @@ def test_recurrent_in_both_layouts() -> None:
     assert relative_error(state, truth["final_state"]) <= tolerance("final_state", p.q.dtype, DEVICE)
     flags = {**p.flags(), "state_v_first": True}
     other, turned = fused_recurrent_kda(*p.five(), **flags, initial_state=p.h0.mT.contiguous(), **named)
-    assert bits_equal(o, other) and bits_equal(state.mT.contiguous(), turned)
+    assert relative_error(other, truth["o"]) <= tolerance("o", p.q.dtype, DEVICE)
+    assert relative_error(turned.mT, truth["final_state"]) <= tolerance("final_state", p.q.dtype, DEVICE)
 
 
 def captured(run: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
