@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+import cula
 from cula.checks.cases import Case, Problem, make, normal
 from cula.checks.poison import Poison
 from cula.checks.runs import fresh_pool, serve
@@ -107,6 +108,22 @@ def test_fault_62_a_read_only_prefix_slot_shared_by_rows_that_write_elsewhere(on
         row = p.map(lambda x: x, **{f: getattr(p, f)[n : n + 1] for f in ("q", "k", "v", "g", "beta")})
         assert bits_equal(step("kda_decode", row, alone, [5], implementation=on_decode.name)[0], out[n])
         assert bits_equal(alone[5], pool[n])
+
+
+def test_fault_63_a_convolution_pool_of_another_size_than_the_state_pool() -> None:
+    """One slot id is used for both pools, so both have as many slots; refused before anything is written."""
+    from cula.kda import kda_decode_fused
+
+    channels = 2 * 16 + 2 * 12
+    for slots in (SLOTS - 1, SLOTS + 1):
+        pool, conv = pool_of(), normal(slots, channels, 3, seed=1)
+        before = pool.clone(), conv.clone()
+        with pytest.raises(cula.ShapeError, match="conv_pool"):
+            kda_decode_fused(
+                normal(4, channels), normal(4, 2, 16), normal(4, 2), conv_weight=normal(channels, 4), conv_pool=conv,
+                state_pool=pool, state_indices=torch.tensor([0, 1, 2, 3]), lower_bound=-5.0,
+            )  # fmt: skip
+        assert bits_equal(pool, before[0]) and bits_equal(conv, before[1])
 
 
 @POOLS

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cula.ops.common.elementwise import LOG2E, power_of_two
 from cula.ops.kda.decode.portable.config import configure
+from cula.ops.kda.decode.portable.elementwise import LOG2E, power_of_two
 from cula.ops.kda.decode.portable.layout import INDEX, on_device_of, programs_of, states
 from cula.ops.kda.decode.portable.step import tile_at, tile_mask, updated, valid_slot, wide
 from cula.ops.kda.problem import KDAProblem

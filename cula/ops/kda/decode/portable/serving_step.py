@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cula.ops.common.elementwise import LOG2E, logistic, power_of_two
 from cula.ops.kda.decode.portable.config import configure_serving
+from cula.ops.kda.decode.portable.elementwise import LOG2E, logistic, power_of_two, product
 from cula.ops.kda.decode.portable.launch import GATES, Launch
 from cula.ops.kda.decode.portable.layout import INDEX, on_device_of, rows_of, states
 from cula.ops.kda.decode.portable.step import (
@@ -52,7 +52,8 @@ def convolved(
     window, weight, bias, channel, tap, live, w_c, w_j, W: tl.constexpr, AXIS: tl.constexpr, HAS_BIAS: tl.constexpr
 ):  # fmt: skip
     """silu of the convolution of windows, the last dimension summed."""
-    y = window * tl.load(weight + channel * w_c + tap * w_j, mask=live & (tap < W), other=0.0).to(tl.float32)
+    w = tl.load(weight + channel * w_c + tap * w_j, mask=live & (tap < W), other=0.0).to(tl.float32)
+    y = product(window, w)
     if HAS_BIAS:
         y += tl.load(bias + channel, mask=live, other=0.0).to(tl.float32) * tl.where(tap == W - 1, 1.0, 0.0)
     y = tl.sum(y, AXIS)
@@ -102,7 +103,7 @@ def serving_kernel(
     q = finished_keys(convolved(q_window, weight, bias, channel, tap, live, w_c, w_j, W, 2, CONV_BIAS), L2NORM) * scale
     k = convolved(k_window, weight, bias, channel + H * K, tap, live, w_c, w_j, W, 2, CONV_BIAS)
     k = finished_keys(k, L2NORM)
-    kq = tl.sum(k * q)
+    kq = tl.sum(product(k, q))
     tl.debug_barrier()  # every thread has read what others now overwrite
     keep_window(conv, q_window, channel, tap, live, c_c, c_j, W)
     keep_window(conv, k_window, channel + H * K, tap, live, c_c, c_j, W)
@@ -127,8 +128,8 @@ def serving_kernel(
         v = convolved(v_window, weight, bias, v_channel, taps[None, :], v_live, w_c, w_j, W, 1, CONV_BIAS)
         tl.debug_barrier()
         keep_window(conv, v_window, v_channel, taps[None, :], v_live, c_c, c_j, W)
-        u = b * (v - over_keys(S * (d * k)[:, None, :]))
-        out = over_keys(S * (d * q)[:, None, :]) + u * kq
+        u = b * (v - over_keys(S, d * k))
+        out = over_keys(S, d * q) + u * kq
         S = updated(S, d, k, u, pool.dtype.element_ty, ROUND)
         at = hv * wide(d_h, DST) + tile_at(vv, kk, d_v, DST, DST_K)
         tl.store(pool + at, S.to(pool.dtype.element_ty), mask=tile_mask(vv, kk, slot >= 0, K, V, KP))
@@ -143,7 +144,7 @@ def serving_kernel(
             inside = whole < V
             result = outs
             if NORM:
-                result *= 1.0 / tl.sqrt(tl.sum(outs * outs) / V + norm_eps)
+                result *= 1.0 / tl.sqrt(tl.sum(product(outs, outs)) / V + norm_eps)
                 result *= tl.load(norm_weight + whole, mask=inside, other=0.0).to(tl.float32)
             if OUT_GATE:
                 z = tl.load(output_gate + n * z_n + hv * z_h + whole * z_v, mask=inside, other=0.0).to(tl.float32)

@@ -16,7 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cula.ops.common.elementwise import LN2, LOG2E, log_of_one_plus_exp, logistic, power_of_two
+from cula.ops.kda.decode.portable.elementwise import (
+    LN2,
+    LOG2E,
+    PTX,
+    log_of_one_plus_exp,
+    logistic,
+    power_of_two,
+    product,
+)
 
 EPS = tl.constexpr(1e-6)
 #: Bits that one token may lose: 2^-256 is 0 in fp32.
@@ -103,9 +111,18 @@ def tile_mask(vv, kk, held, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr):
 
 
 @triton.jit
-def over_keys(x):
-    """Sums of a tile over K: `[BV]`."""
-    return tl.sum(tl.sum(x, 0), 1)
+def joined(a, w, b, v):
+    """a w + b v, and a weight of 1: sums of products of which the source, not the compiler, says what is rounded."""
+    return tl.fma(b, v, a * w), tl.full((), 1.0, tl.float32)
+
+
+@triton.jit
+def over_keys(S, x):
+    """The product of a tile with a vector over K `[KC, KI]`: `[BV]`."""
+    x = tl.broadcast_to(x[:, None, :], S.shape)
+    if PTX and S.shape[0] > 1:  # the interpreter would walk through every element in Python
+        return tl.sum(tl.reduce((S, x), 0, joined)[0], 1)
+    return tl.sum(tl.sum(product(S, x), 0), 1)
 
 
 @triton.jit
@@ -113,7 +130,7 @@ def finished_keys(k, L2NORM: tl.constexpr):
     """k in fp32, normalised where L2NORM."""
     k = k.to(tl.float32)
     if L2NORM:
-        k = k * (1.0 / tl.sqrt(tl.sum(k * k) + EPS))
+        k = k * (1.0 / tl.sqrt(tl.sum(product(k, k)) + EPS))
     return k
 
 
@@ -144,8 +161,11 @@ def finished_beta(b, SIGMOID: tl.constexpr, DOUBLE: tl.constexpr):
 
 @triton.jit
 def updated(S, d, k, u, dtype: tl.constexpr, ROUND: tl.constexpr):
-    """The state after a token, rounded to the pool's type where ROUND. d, k: `[KC, KI]`."""
-    S = S * d[:, None, :] + u[None, :, None] * k[:, None, :]
+    """The state after a token, rounded to the pool's type where ROUND. d, k: `[KC, KI]`.
+
+    Which product is rounded is said here: the compiler may choose one way in decode and the other in a tree.
+    """
+    S = tl.fma(S, tl.broadcast_to(d[:, None, :], S.shape), u[None, :, None] * k[:, None, :])
     if ROUND:
         S = S.to(dtype).to(tl.float32)
     return S
@@ -237,7 +257,7 @@ def step_kernel(
                         yd = power_of_two(finished_gate(yg, bias, a, lower_bound, GATE, HAS_BIAS))
                         yv = tl.load(v + j * wide(v_t, IN) + vv, mask=vv < V, other=0.0).to(tl.float32)
                         yb = finished_beta(tl.load(beta + j * b_t), SIGMOID, DOUBLE)
-                        yu = yb * (yv - over_keys(S * (yd * yk)[:, None, :]))
+                        yu = yb * (yv - over_keys(S, yd * yk))
                         S = updated(S, yd, yk, yu, source.dtype.element_ty, ROUND)
         bq = finished_keys(next_q, L2NORM) * scale
         bk = finished_keys(next_k, L2NORM)
@@ -252,11 +272,12 @@ def step_kernel(
         next_v = tl.load(v + after * wide(v_t, IN) + vv, mask=vv < tl.where(after < done, V, 0), other=0.0)
         next_b = tl.load(beta + after * b_t, mask=after < done, other=0.0)
         d = power_of_two(gate)
-        kq = tl.sum(bk * bq)
-        x = over_keys(S * (d * bk)[:, None, :])
-        y = over_keys(S * (d * bq)[:, None, :])
+        kq = tl.sum(product(bk, bq))
+        x = over_keys(S, d * bk)
+        y = over_keys(S, d * bq)
         u = bb * (bv - x)
-        tl.store(o + t * o_t + vv * O_V, (y + u * kq).to(o.dtype.element_ty), mask=vv < V)
+        out = tl.fma(u, tl.broadcast_to(kq, u.shape), y)
+        tl.store(o + t * o_t + vv * O_V, out.to(o.dtype.element_ty), mask=vv < V)
         S = updated(S, d, bk, u, source.dtype.element_ty, ROUND)
         if ROLL:
             place = (n * roll_T + t) * HV + hv

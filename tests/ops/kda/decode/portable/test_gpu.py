@@ -167,7 +167,8 @@ def test_recurrent_in_both_layouts() -> None:
     assert relative_error(state, truth["final_state"]) <= tolerance("final_state", p.q.dtype, DEVICE)
     flags = {**p.flags(), "state_v_first": True}
     other, turned = fused_recurrent_kda(*p.five(), **flags, initial_state=p.h0.mT.contiguous(), **named)
-    assert bits_equal(o, other) and bits_equal(state.mT.contiguous(), turned)
+    assert relative_error(other, truth["o"]) <= tolerance("o", p.q.dtype, DEVICE)
+    assert relative_error(turned.mT, truth["final_state"]) <= tolerance("final_state", p.q.dtype, DEVICE)
 
 
 def captured(run: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -306,6 +307,26 @@ def test_more_programs_than_a_grid_axis_of_65535() -> None:
         part = p.map(lambda x: x, **{f: getattr(p, f)[rows] for f in ("q", "k", "v", "g", "beta")})
         assert bits_equal(call("kda_decode", part, halves, torch.arange(2050)[rows]), out[rows])
     assert bits_equal(pool, halves)
+
+
+def test_a_prompt_of_32k_in_four_pieces_then_decode() -> None:
+    p = drawn(FAST.replace(B=1, T=4 * 8192 + 1, H=2, HV=2))
+    pools, outs = [], []
+    for pieces in (1, 4):
+        pool, size = pool_of(p), 32768 // pieces
+        made = []
+        for first in range(0, 32768, size):
+            part = p.tokens(first, first + size)
+            given = {"state_pool": pool, "read_indices": torch.tensor([6]), "implementation": "portable"}
+            made.append(serve("kda_prefill", part, **given, cp_mode=False))
+        made.append(call("kda_decode", p.tokens(32768, 32769), pool, [6]))
+        outs.append(torch.cat(made, 1))
+        pools.append(pool)
+    limit = tolerance("o", p.q.dtype, DEVICE)
+    for first in range(0, 32769, 8192):  # no piece may be off, however small its part of the whole
+        part = slice(first, first + 8192)
+        assert relative_error(outs[1][:, part], outs[0][:, part].double()) <= limit, first
+    assert relative_error(pools[1], pools[0].double()) <= limit
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

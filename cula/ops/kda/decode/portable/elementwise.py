@@ -1,4 +1,4 @@
-"""exp2, sigmoid and softplus (Triton device functions) to fp32 rounding, for any argument."""
+"""exp2, sigmoid, softplus and a product to be summed (Triton device functions), for any argument."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def power_of_two(x):
     if PTX:
         return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
     return tl.exp2(x)
+
+
+@triton.jit
+def product(x, y):
+    """x y, rounded, for a sum over threads.
+
+    A plain product may be fused into the sum's first addition: each of two lanes then adds its own product exactly and
+    the other's rounded, and the sum is not the same number in both.
+    """
+    return tl.fma(x, y, tl.zeros_like(x))
 
 
 @triton.jit
