@@ -20,6 +20,7 @@ SPEED: dict[tuple[str, str], Bar] = {
     ("kda_train", "transformers"): Bar(25.0, 60.0),
     ("kda_decode", "ggml"): Bar(0.6, 1.0),
     ("kda_decode", "transformers"): Bar(3.0),
+    ("lightning_prefill", "transformers"): Bar(3.0),
 }
 
 #: Memory: peak of the call, its arguments included, / size of q, k, v, g and beta. At most this.

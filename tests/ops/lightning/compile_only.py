@@ -84,6 +84,13 @@ def train(dtype: torch.dtype, T: int = 256, lengths: tuple[int, ...] = (), B: in
     torch.autograd.grad([o, last], [q, k, v, h0], [torch.empty_like(o), torch.empty_like(last)])
 
 
+def infer(dtype: torch.dtype, K: int = 128) -> None:
+    """A forward alone."""
+    called()
+    q = torch.empty(1, 256, 2, K, dtype=dtype)
+    chunk_lightning_attn(q, q, q, 1, 4, output_final_state=True, **NAME)
+
+
 def serve(T: int = 100, N: int = 3, **options: Any) -> None:
     """A prefill over a pool, packed."""
     called()
@@ -136,8 +143,8 @@ JOBS = {
     "bf16": lambda: train(torch.bfloat16),
     "bf16_packed": lambda: train(torch.bfloat16, 300, (100, 156)),
     "fp16": lambda: train(torch.float16),
-    "fp32": lambda: train(torch.float32),
-    "wide": lambda: train(torch.bfloat16, K=256),
+    "fp32": lambda: infer(torch.float32),
+    "wide": lambda: infer(torch.bfloat16, K=256),
     "segments": segments,
     "decode": decode,
     "lengths_vary": lengths_vary,
