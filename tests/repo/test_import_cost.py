@@ -100,12 +100,12 @@ def test_no_optional_package_is_needed_outside_the_arch_folders() -> None:
 
 
 def _needs_no_extra(module: str) -> bool:
-    """False for kernels that are written in numba: the table loads them when they run."""
+    """False for kernels that are written in numba or triton: the table loads them when they run."""
     spec = find_spec(module)
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else "")
     imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)}
-    return "numba" not in {name.split(".")[0] for name in imported}
+    return not {"numba", "triton"} & {name.split(".")[0] for name in imported}
 
 
 def test_policies_load_without_torch() -> None:
