@@ -59,7 +59,8 @@ def step_kernel(
     k += row * skn + first * skt + hv64 // G * skh
     v += row * svn + first * svt + hv64 * svh
     o += row * son + first * sot + hv64 * soh
-    for t in range(0, count):
+    for step in range(0, count):
+        t = first * 0 + step  # 64 bits
         bq = tl.load(q + t * sqt + kk * sqk, mask=kk < K, other=0.0).to(tl.float32)
         bk = tl.load(k + t * skt + kk * skk, mask=kk < K, other=0.0).to(tl.float32)
         bv = tl.load(v + t * svt + vv * svv, mask=vv < V, other=0.0).to(tl.float32)
