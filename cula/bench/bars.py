@@ -20,10 +20,13 @@ SPEED: dict[tuple[str, str], Bar] = {
     ("kda_train", "transformers"): Bar(25.0, 60.0),
     ("kda_decode", "ggml"): Bar(0.6, 1.0),
     ("kda_decode", "transformers"): Bar(3.0),
+    ("lightning_prefill", "transformers"): Bar(3.0),
 }
 
-#: Memory: peak of the call, its arguments included, / size of q, k, v, g and beta. At most this.
-MEMORY: dict[str, float] = {"kda_prefill": 12.0, "kda_train": 24.0}
+#: Memory: peak of the call, its arguments included, / size of the inputs (q, k, v, and KDA's g and beta). At most this.
+MEMORY: dict[str, float] = {
+    "kda_prefill": 12.0, "kda_train": 24.0, "lightning_prefill": 12.0, "lightning_train": 24.0,
+}  # fmt: skip
 
 
 def speed_bar(op: str, peer: str) -> Bar | None:

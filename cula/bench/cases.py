@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: What a row may time. kda_train is forward + backward.
-OPS = ("kda_prefill", "kda_train", "kda_decode")
+#: What a row may time. A `_train` is forward + backward.
+OPS = ("kda_prefill", "kda_train", "kda_decode", "lightning_prefill", "lightning_train", "lightning_decode")
 
-#: How fast states are forgotten; `cula.bench.inputs` has the formulas.
+#: How fast states of KDA are forgotten; `cula.bench.inputs` has the formulas.
 GATES = ("strong", "mixed", "weak")
+#: What stands in the gate's place of a Lightning row: the slopes of MiniMax's first layer.
+SLOPES = "alibi"
 
 DEVICES = ("cpu", "cuda")
 
@@ -67,7 +69,21 @@ class Case:
     @property
     def decodes(self) -> bool:
         """Whether the row advances states that are there already."""
-        return self.op == "kda_decode"
+        return self.op.endswith("_decode")
+
+    @property
+    def trains(self) -> bool:
+        """Whether the row is forward + backward."""
+        return self.op.endswith("_train")
+
+    @property
+    def lightning(self) -> bool:
+        """Whether the row is one of Lightning Attention."""
+        return self.op.startswith("lightning")
+
+    def gates(self, wanted: tuple[str, ...] = GATES) -> tuple[str, ...]:
+        """The gates of the row: those wanted, or a Lightning row's one."""
+        return (SLOPES,) if self.lightning else wanted
 
     @property
     def sequences(self) -> int:
@@ -114,14 +130,14 @@ class Case:
 
         Forward: q, k, v, g read, o written. Training adds the backward: q, k, v, g, do read, dq, dk, dv, dg
         written. Decode, and a prefill with `states`: the same as a forward plus every state read and written once.
-        g counts in q's dtype.
+        g counts in q's dtype; Lightning has none.
         """
         keys = self.H * self.K
         values = self.value_heads * self.value_dim
-        gates = self.value_heads * self.K
+        gates = 0 if self.lightning else self.value_heads * self.K
         read = 2 * keys + values + gates
         elements = read + values
-        if self.op == "kda_train":
+        if self.trains:
             elements += (read + values) + (2 * keys + values + gates)
         bytes_ = self.rows * elements * ITEM_BYTES[self.dtype]
         return bytes_ + (2 * self.state_bytes if self.decodes or self.states else 0)
@@ -130,6 +146,8 @@ class Case:
     def forward_flop(self) -> int:
         """Multiply-adds x 2 of the chunked forward at 64 tokens a chunk, triangles counted as halves."""
         K, V, half_chunk = self.K, self.value_dim, 32
+        if self.lightning:
+            return 2 * self.rows * self.value_heads * (2 * K * V + half_chunk * (K + V))
         return 2 * self.rows * self.value_heads * (3 * K * V + half_chunk * (3 * K + 2 * V))
 
 
@@ -143,6 +161,9 @@ CASES: tuple[Case, ...] = (
     Case("kda_train", B=1, T=2048, H=4),
     Case("kda_decode", N=1, H=32, buffers=DECODE_BUFFERS),
     Case("kda_decode", N=1, H=32),
+    Case("lightning_prefill", B=1, T=2048, H=8),
+    Case("lightning_train", B=1, T=2048, H=8),
+    Case("lightning_decode", N=1, H=32, buffers=DECODE_BUFFERS),
     *(
         Case("kda_prefill", dtype="bf16", device="cuda", states=True, **shape)
         for shape in (

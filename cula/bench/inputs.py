@@ -5,12 +5,15 @@ The gate, per value head h and key channel c, with raw ~ N(0,1), A_log ~ 0.5 N(0
 
     g = -5 * sigmoid(exp(A_log[h]) * (raw + offset[h, c] + dt_bias[h, c]))
 
+A Lightning row has slopes `[HV]` in the gate's place, those of MiniMax's first layer of 80 ('alibi'), and scale 1.
+
 offset is 0 for 'strong' (a state is forgotten within 16 tokens), uniform in -9..1 for 'mixed' (some channels
 remember for thousands of tokens) and uniform in -12..-7 for 'weak' (all of them do).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -31,25 +34,32 @@ class Inputs:
     q, k `[B,T,H,K]` normalised to length 1; v `[B,T,HV,V]`; g `[B,T,HV,K]` finished, natural log; beta `[B,T,HV]`
     finished; do like v, the cotangent of o. raw_g, A_log, dt_bias, beta_logits: what g and beta were made from.
     state `[N,HV,V,K]` (V-first) before a decode step, None elsewhere. cu_seqlens int32 `[N+1]` of a packed row.
+    slopes `[HV]`: of a Lightning row, where g, beta and what they were made from are None.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
+    g: torch.Tensor | None
+    beta: torch.Tensor | None
     do: torch.Tensor
-    raw_g: torch.Tensor
-    A_log: torch.Tensor
-    dt_bias: torch.Tensor
-    beta_logits: torch.Tensor
+    raw_g: torch.Tensor | None
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    beta_logits: torch.Tensor | None
     state: torch.Tensor | None
     cu_seqlens: torch.Tensor | None
+    slopes: torch.Tensor | None = None
 
     @property
     def operands(self) -> tuple[torch.Tensor, ...]:
-        """q, k, v, g, beta."""
-        return self.q, self.k, self.v, self.g, self.beta
+        """q, k, v, and KDA's g and beta."""
+        return (self.q, self.k, self.v) if self.g is None else (self.q, self.k, self.v, self.g, self.beta)
+
+    @property
+    def options(self) -> dict[str, object]:
+        """What the functions and the reference of the row's algorithm take beyond the operands."""
+        return {} if self.slopes is None else {"slopes": self.slopes, "scale": 1.0}
 
     @property
     def bytes(self) -> int:
@@ -86,6 +96,8 @@ def make_inputs(case: Case, gate: str, seed: int = 0) -> Inputs:
         return x / x.norm(dim=-1, keepdim=True)
 
     q, k, v, do = unit(normal(B, T, H, K)), unit(normal(B, T, H, K)), normal(B, T, HV, V), normal(B, T, HV, V)
+    if case.lightning:
+        return _without_gate(case, (q, k, v, do), normal)
     raw, A_log, dt_bias = raw_gate(gate, (B, T, HV, K), rng), 0.5 * normal(HV), 0.1 * normal(HV, K)
     logits = normal(B, T, HV)
     state = normal(case.N, HV, V, K) if case.decodes else None
@@ -100,4 +112,19 @@ def make_inputs(case: Case, gate: str, seed: int = 0) -> Inputs:
         raw_g=place(raw, dtype), A_log=place(A_log), dt_bias=place(dt_bias), beta_logits=place(logits, dtype),
         state=None if state is None else place(state, DTYPES[case.state_dtype]),
         cu_seqlens=None if bounds is None else bounds.to(case.device),
+    )  # fmt: skip
+
+
+def _without_gate(case: Case, drawn: tuple[torch.Tensor, ...], normal: Callable[..., torch.Tensor]) -> Inputs:
+    """The inputs of a Lightning row: q, k, v, do as drawn, and the slopes."""
+    from cula.lightning import lightning_slopes
+
+    HV, K, V = case.value_heads, case.K, case.value_dim
+    state = normal(case.N, HV, V, K) if case.decodes else None
+    q, k, v, do = (x.to(DTYPES[case.dtype]).to(case.device).contiguous() for x in drawn)
+    return Inputs(
+        q=q, k=k, v=v, do=do, g=None, beta=None, raw_g=None, A_log=None, dt_bias=None, beta_logits=None,
+        state=None if state is None else state.to(DTYPES[case.state_dtype]).to(case.device),
+        cu_seqlens=torch.tensor([0, *case.lengths]).cumsum(0).int().to(case.device) if case.lengths else None,
+        slopes=lightning_slopes(HV, 0, 80, "minimax").to(case.device),
     )  # fmt: skip

@@ -112,7 +112,7 @@ def peak_of(case: Case, gate: str, implementation: Implementation, threads: int)
         implementation.run(small, make_inputs(small, gate, seed=1), threads).call_once()
     inputs = make_inputs(case, gate)
     arguments = inputs.bytes
-    if case.op == "kda_train":
+    if case.trains:
         arguments += inputs.do.numel() * inputs.do.element_size()
     _release_freed()
     run = implementation.run(case, inputs, threads)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Cula:
-    """The public functions of `cula.kda`. `name` is the implementation that a result file names.
+    """The public functions of `cula.kda` and `cula.lightning`. `name` is the implementation that a result file names.
 
     implementation: what is passed on as `implementation=`; None leaves the choice to the library.
     """
@@ -42,9 +42,9 @@ class Cula:
         import cula
 
         explanation = cula.explain(
-            "kda_decode" if case.decodes else "chunk_kda", device=case.device, B=case.N if case.decodes else case.B,
+            self._function(case), device=case.device, B=case.N if case.decodes else case.B,
             T=case.tokens if case.decodes else case.T, H=case.H, HV=case.value_heads, K=case.K, V=case.value_dim,
-            lengths=case.lengths or None, dtype=case.dtype, grad=case.op == "kda_train",
+            lengths=case.lengths or None, dtype=case.dtype, grad=case.trains,
         )  # fmt: skip
         accepted = [
             next((v.row for v in verdicts if v.reason is None and self.implementation in (None, v.row.name)), None)
@@ -57,29 +57,40 @@ class Cula:
         """Threads are torch's, which are set for the whole process."""
         if case.decodes:
             return self._decode(case, inputs)
-        from cula.kda import chunk_kda
+        from importlib import import_module
+
+        chunk = getattr(import_module("cula.lightning" if case.lightning else "cula.kda"), self._function(case))
 
         def call(*operands: torch.Tensor) -> tuple:
-            return chunk_kda(
-                *operands, output_final_state=True, cu_seqlens=inputs.cu_seqlens, implementation=self.implementation
-            )
+            return chunk(
+                *operands, output_final_state=True, cu_seqlens=inputs.cu_seqlens, implementation=self.implementation,
+                **inputs.options,
+            )  # fmt: skip
 
-        return training_run(call, inputs) if case.op == "kda_train" else forward_run(call, inputs)
+        return training_run(call, inputs) if case.trains else forward_run(call, inputs)
+
+    @staticmethod
+    def _function(case: Case) -> str:
+        """The public function that the row calls."""
+        if case.decodes:
+            return case.op
+        return "chunk_lightning_attn" if case.lightning else "chunk_kda"
 
     def _decode(self, case: Case, inputs: Inputs) -> Run:
         """One token a sequence, in place: buffer j of the row is slots j*N .. j*N + N-1 of one pool."""
+        from importlib import import_module
+
         import torch
 
-        from cula.kda import kda_decode
-
+        decode = getattr(import_module("cula.lightning" if case.lightning else "cula.kda"), case.op)
         pool = inputs.state.repeat(case.buffers, 1, 1, 1)
         slots = torch.arange(case.buffers * case.N, dtype=torch.int32, device=pool.device).split(case.N)
         turns = [slots[j] for j in case.turns]
         out = torch.empty_like(inputs.v)
-        flags = {"gate_is_raw": False, "beta_is_logits": False, "normalize_qk": False}
+        flags = inputs.options or {"gate_is_raw": False, "beta_is_logits": False, "normalize_qk": False}
 
         def call(indices: torch.Tensor) -> None:
-            kda_decode(
+            decode(
                 *inputs.operands, state_pool=pool, state_indices=indices, out=out,
                 implementation=self.implementation, **flags,
             )  # fmt: skip

@@ -4,7 +4,8 @@
   package ggml-python. Forward only. Tensors are fp32 in our own `[B, T, H, D]` order (ggml lists dimensions from the
   innermost), the gate one natural log per channel, the state V-first; the scale is fixed at V ** -0.5. o and the new
   states come out as one tensor.
-- transformers: the plain torch functions of its Kimi Linear model, never a kernel package behind them.
+- transformers: the plain torch functions of its Kimi Linear model, never a kernel package behind them; for Lightning
+  Attention the loop of its MiniMax layer, whose projections, activation, norm and output gate are taken out.
 
 A peer is imported when a run is asked for, not before.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -60,7 +62,9 @@ class Ggml(_Package):
 
     def refusal(self, case: Case) -> str | None:
         """The operator has no backward, one head dim, as many value heads as query heads, fp32, no packing."""
-        if case.op not in ("kda_prefill", "kda_decode"):
+        if case.lightning:
+            return "has no attention of this kind"
+        if case.trains:
             return "has no backward"
         if case.device != "cpu" or case.dtype != "fp32" or case.state_dtype != "fp32":
             return "this binding is run on the CPU in fp32"
@@ -152,7 +156,7 @@ class _GgmlGraph:
 
 
 class Transformers(_Package):
-    """The torch functions that Kimi Linear runs in transformers where no kernel package is installed."""
+    """The torch code that Kimi Linear and MiniMax run in transformers where no kernel package is installed."""
 
     name = "transformers"
     package = "transformers"
@@ -168,6 +172,8 @@ class Transformers(_Package):
 
     def run(self, case: Case, inputs: Inputs, threads: int) -> Run:
         """Prefill and training call the chunked function, decode the recurrent one with a state per buffer."""
+        if case.lightning:
+            return _minimax_run(case, inputs)
         chunk, recurrent = _kimi_functions()
         if case.decodes:
             return self._decode(case, inputs, recurrent)
@@ -175,7 +181,7 @@ class Transformers(_Package):
         def call(*operands: torch.Tensor) -> tuple:
             return chunk(*operands, output_final_state=True)
 
-        return training_run(call, inputs) if case.op == "kda_train" else forward_run(call, inputs)
+        return training_run(call, inputs) if case.trains else forward_run(call, inputs)
 
     @staticmethod
     def _decode(case: Case, inputs: Inputs, recurrent: Any) -> Run:
@@ -199,6 +205,77 @@ class Transformers(_Package):
                 call(j)
 
         return Run(step=step, outputs=lambda: held, calls=len(case.turns), first=first, repeatable=False)
+
+
+class _Held:
+    """A MiniMax layer's cache of one state, K-first."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self.state = state
+
+    def get_linear_cache(self, layer: int) -> torch.Tensor:
+        """The state."""
+        return self.state
+
+    def set_linear_cache(self, layer: int, state: torch.Tensor) -> None:
+        """Keep the new state."""
+        self.state = state
+
+
+def _minimax_layer(case: Case, slopes: torch.Tensor) -> Any:
+    """A MiniMax layer that is nothing but its loop: it takes q, k, v as one tensor `[B, T, H, 3 D]`.
+
+    What remains beside the loop is one product with 1, its output gate's.
+    """
+    import torch
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    from transformers import MiniMaxConfig
+    from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
+
+    config = MiniMaxConfig(
+        hidden_size=case.H * case.K, num_attention_heads=case.H, head_dim=case.K, num_hidden_layers=1,
+        layer_types=["linear_attention"],
+    )  # fmt: skip
+    layer = MiniMaxLightningAttention(config, 0)
+    opened = torch.nn.Identity()
+    opened.forward = lambda x: torch.full((), math.inf)  # sigmoid makes it 1
+    layer.qkv_proj = layer.act_fn = layer.norm = layer.out_proj = torch.nn.Identity()
+    layer.output_gate = opened
+    layer.slope_rate = slopes[:, None, None]
+    layer.query_decay, layer.key_decay, layer.diagonal_decay = layer.decay_factors(layer.slope_rate)
+    return layer
+
+
+def _minimax_run(case: Case, inputs: Inputs) -> Run:
+    """Its loop over blocks of 256 tokens, or one step of it with a state per buffer."""
+    import torch
+
+    layer = _minimax_layer(case, inputs.slopes)
+    shape = inputs.v.shape
+
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: _Held | None = None) -> tuple:
+        joined = torch.cat((q, k, v), -1).flatten(2) if q.requires_grad else together
+        o, state = layer(joined, None, None, cache=cache)[:2]
+        return o.view(shape), state
+
+    together = torch.cat(inputs.operands, -1).flatten(2)
+    if not case.decodes:
+        return training_run(call, inputs) if case.trains else forward_run(call, inputs)
+    caches = [_Held(inputs.state.transpose(-1, -2).contiguous()) for _ in range(case.buffers)]
+    held: dict[str, torch.Tensor] = {}
+
+    def first() -> None:
+        with torch.no_grad():
+            held["o"] = call(*inputs.operands, caches[0])[0]
+        held["final_state"] = caches[0].state
+
+    def step() -> None:
+        with torch.no_grad():
+            for j in case.turns:
+                call(*inputs.operands, caches[j])
+
+    return Run(step=step, outputs=lambda: held, calls=len(case.turns), first=first, repeatable=False)
 
 
 def _kimi_functions() -> tuple[Any, Any]:

@@ -173,7 +173,7 @@ def _rates(case: Case, timings: dict[str, Timing]) -> dict[str, float | None]:
     matmul = 2 * MATMUL_SIZE**3 / (1e-3 * timings[MATMUL].ms)
     return {
         "floor_ms": 1e3 * case.moved_bytes / copy if case.from_memory else None,
-        "ceiling_ms": 1e3 * case.forward_flop / matmul if case.op == "kda_prefill" else None,
+        "ceiling_ms": 1e3 * case.forward_flop / matmul if case.op.endswith("_prefill") else None,
         "limit_ms": timings[LIMIT].ms if LIMIT in timings else None,
         "copy_gb_s": copy / 1e9,
         "matmul_gflop_s": matmul / 1e9,

@@ -37,17 +37,19 @@ class Check:
 def expected(case: Case, inputs: Inputs, reference: Callable[..., tuple] | None = None) -> dict[str, torch.Tensor]:
     """The float64 outputs of `case` by name: o, final_state (K-first), and the gradients of a training row.
 
-    reference: a function with the arguments of `cula.kda.kda_recurrent_reference`, which is the default.
+    reference: a function with the arguments of the algorithm's recurrence, which is the default.
     """
-    if reference is None:
+    if reference is None and case.lightning:
+        from cula.ops.lightning.reference import lightning_recurrent_reference as reference
+    elif reference is None:
         from cula.kda import kda_recurrent_reference as reference
-    if case.op == "kda_train":
+    if case.trains:
         return _with_gradients(inputs, reference)
     state = None if inputs.state is None else inputs.state.double().transpose(-1, -2)
     with torch.no_grad():
         o, final = reference(
             *(x.double() for x in inputs.operands), initial_state=state, output_final_state=True,
-            cu_seqlens=inputs.cu_seqlens,
+            cu_seqlens=inputs.cu_seqlens, **inputs.options,
         )[:2]  # fmt: skip
     return {"o": o, "final_state": final}
 
@@ -66,7 +68,7 @@ def _with_gradients(inputs: Inputs, reference: Callable[..., tuple]) -> dict[str
     with torch.no_grad():
         for a in cuts:
             piece = [x[:, a : a + SEGMENT] for x in operands]
-            o, state = reference(*piece, initial_state=entry[-1], output_final_state=True)[:2]
+            o, state = reference(*piece, initial_state=entry[-1], output_final_state=True, **inputs.options)[:2]
             entry.append(state)
             parts.append(o)
     grads = [torch.empty_like(x) for x in operands]
@@ -74,7 +76,7 @@ def _with_gradients(inputs: Inputs, reference: Callable[..., tuple]) -> dict[str
     for i, a in reversed(list(enumerate(cuts))):
         piece = [x[:, a : a + SEGMENT].clone().requires_grad_() for x in operands]
         state = entry[i].clone().requires_grad_()
-        o, final = reference(*piece, initial_state=state, output_final_state=True)[:2]
+        o, final = reference(*piece, initial_state=state, output_final_state=True, **inputs.options)[:2]
         *found, carried = torch.autograd.grad([o, final], [*piece, state], [do[:, a : a + SEGMENT], carried])
         for grad, part in zip(grads, found):
             grad[:, a : a + SEGMENT] = part

@@ -250,7 +250,7 @@ def units(problem: Problem, truth: Quantities) -> dict[str, float]:
     """
     if "dq" not in truth:
         return {}
-    if problem.case.algorithm != "kda":
+    if problem.g is None:
         return {"dh0": 1.0}
     q, k = problem.q.double(), problem.k.double()
     scale = [1.0, 1.0]

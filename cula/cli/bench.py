@@ -179,7 +179,7 @@ def _measure(
         measure = in_fresh_process(threads)
         for row in rows:
             found = []
-            for gate in gates:
+            for gate in row.gates(gates):
                 found += run_case(row, gate, [*ours, *others], facts, options, measure)
             console.print("", title(found[0]), case_table(found, console.width), sep="\n")
             records += found

@@ -194,8 +194,10 @@ def test_the_bars() -> None:
         ("kda_train", "transformers"): 25.0,
         ("kda_decode", "ggml"): 0.6,
         ("kda_decode", "transformers"): 3.0,
+        ("lightning_prefill", "transformers"): 3.0,
     }
-    assert MEMORY == {"kda_prefill": 12.0, "kda_train": 24.0}
+    algorithms = ("kda", "lightning")
+    assert {f"{a}_{op}": most for a in algorithms for op, most in (("prefill", 12.0), ("train", 24.0))} == MEMORY
 
 
 WRITTEN = {
@@ -308,3 +310,28 @@ def test_facts_are_collected() -> None:
     facts = collect("cpu", 2, {"ggml": None})
     assert facts.cpu and facts.cores >= 1 and facts.torch == torch.__version__
     assert len(facts.run) == 20 and facts.date == facts.run[:10]
+
+
+LIGHTNING = [
+    Case("lightning_prefill", B=1, T=70, H=2, HV=4, K=16),
+    Case("lightning_train", B=1, T=70, H=2, K=16),
+    Case("lightning_decode", N=2, H=2, K=16, buffers=3),
+]
+
+
+@pytest.mark.parametrize("case", LIGHTNING, ids=lambda case: case.op)
+def test_lightning_rows_are_checked_and_timed(case: Case) -> None:
+    from cula.bench.ours import Cula
+
+    assert case.gates() == case.gates(("mixed",)) == ("alibi",)
+    (row,) = run_case(case, "alibi", [Cula()], FACTS, QUICK)
+    assert row.ms and row.reason is None and row.error <= 1e-6 and "fused, numba" in row.mechanism
+    names = {"o", "dq", "dk", "dv"} if case.trains else {"o", "final_state"}
+    assert set(row.errors) == names and row.floor_ms
+
+
+def test_lightning_moves_no_gate() -> None:
+    case = Case("lightning_prefill", B=1, T=100, H=3)
+    assert case.moved_bytes == 100 * 3 * 4 * 128 * 4
+    assert replace(case, op="lightning_train").moved_bytes == 100 * 3 * 11 * 128 * 4
+    assert PEERS["ggml"].refusal(case) and PEERS["transformers"].refusal(case) is None

@@ -6,6 +6,7 @@ problem with its `Operands`. A slope s >= 0 of a head means a decay of exp(-s) p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -87,9 +88,9 @@ def parse_slopes(s: SlopeArguments, HV: int, device: Any, *, traced: bool = Fals
     if wants_grad(slopes):
         raise NotSupportedError("slopes get no gradient; pass slopes.detach()")
     if not traced and (slopes.device.type == "cpu" or env.debug()):
-        wrong = slopes[~((slopes >= 0) & slopes.isfinite())]
-        if wrong.numel():
-            raise RangeError(f"slopes must be finite and >= 0; got {wrong[0].item()}")
+        low, high = (float(x) for x in slopes.aminmax())  # NaN where one of them is
+        if not 0.0 <= low <= high < math.inf:
+            raise RangeError(f"slopes must be finite and >= 0; got {low} to {high}")
     return slopes.detach()
 
 

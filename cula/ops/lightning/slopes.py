@@ -30,7 +30,7 @@ def lightning_slopes(num_heads: int, layer_idx: int, num_layers: int, convention
         values = [factor * s for s in _alibi(num_heads)]
     else:
         raise RangeError(f"convention must be 'fla' or 'minimax'; got {convention!r}")
-    return torch.tensor(values, dtype=torch.float32)
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def check_layer(num_heads: int, layer_idx: int, num_layers: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cula.host.arch import Target, has_numba
+from cula.host.arch import Target, has_numba, has_triton
 from cula.host.table import Row, Rule, choose, request_for
 
 FORWARD = "lightning forward"
@@ -18,7 +18,32 @@ _EAGER_RULES = (
 )
 _EAGER_STATUS = "measured on CPU (x86-64, AVX-512); not run on a GPU"
 
+_PORTABLE_RULES = (
+    Rule(lambda p, t: t.kind == "cuda", "needs a GPU that Triton supports, got {t.name}"),
+    Rule(lambda p, t: has_triton() or not t.live, "needs triton; it comes with torch for CUDA, or: pip install triton"),
+    Rule(lambda p, t: p.dtype != "fp64", "needs bf16, fp16 or fp32 inputs, got {p.dtype}"),
+    Rule(lambda p, t: max(p.K, p.V) <= 256 or not p.grad, "needs K and V <= 256 for gradients, got {p.K} and {p.V}"),
+    Rule(lambda p, t: p.K <= 256, "needs K <= 256, got {p.K}"),
+    Rule(lambda p, t: not p.wide_rows, "needs strides below 2^25 elements from token to token; copy the input first"),
+)
+_PORTABLE_STATUS = "compiled, not run: compiled for sm80, sm90, sm100, interpreted on a CPU"
+
 FORWARD_ROWS: tuple[Row, ...] = (
+    Row(
+        name="portable",
+        mechanism="walk",
+        algorithm="lightning",
+        stage=FORWARD,
+        arch="any GPU of Triton's",
+        dsl="triton",
+        status=_PORTABLE_STATUS,
+        entry="cula.ops.lightning.chunk.portable.forward:run",
+        verified=False,
+        rules=(
+            *_PORTABLE_RULES,
+            Rule(lambda p, t: not p.position_offsets, "takes no position_offsets; checkpoints count from 0"),
+        ),
+    ),
     Row(
         name="eager",
         mechanism="fused",
@@ -50,6 +75,18 @@ FORWARD_ROWS: tuple[Row, ...] = (
     ),
 )
 BACKWARD_ROWS: tuple[Row, ...] = (
+    Row(
+        name="portable",
+        mechanism="three walks",
+        algorithm="lightning",
+        stage=BACKWARD,
+        arch="any GPU of Triton's",
+        dsl="triton",
+        status=_PORTABLE_STATUS,
+        entry="cula.ops.lightning.chunk.portable.backward:run",
+        verified=False,
+        rules=_PORTABLE_RULES,
+    ),
     Row(
         name="eager",
         mechanism="batched",

@@ -52,7 +52,7 @@ def test_a_decay_of_almost_one_stays_that_decay_for_a_hundred_thousand_tokens(on
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
 def test_slopes_of_any_dtype_stride_and_by_layer(on_lightning_chunk, kind: torch.dtype) -> None:
     p = make(CASE.replace(H=2, HV=4))
-    slopes = lightning_slopes(4, 3, 12).to(kind)
+    slopes = lightning_slopes(4, 3, 12).to(p.q.device, kind)
     named = {"implementation": on_lightning_chunk.name, "output_final_state": True, "initial_state": p.h0}
     expected = chunk_lightning_attn(*p.operands(), slopes=slopes, **named)
     strided = slopes.repeat_interleave(3)[::3]
@@ -151,8 +151,8 @@ def checkpoints(p: Problem, every: int, first: list[int] | None, name: str, kind
     """How many checkpoints the call left, each of them what the truncated call leaves, in bits."""
     rows = torch.full((40, 2, 20, 16), math.nan, dtype=kind)
     pool = normal(p.case.N, 2, 20, 16, seed=4, dtype=kind)
-    offsets = torch.arange(0, 10 * p.case.N + 1, 10)
-    positions = None if first is None else torch.tensor(first)
+    offsets = torch.arange(0, 10 * p.case.N + 1, 10, device="cpu")
+    positions = None if first is None else torch.tensor(first, device="cpu")
     serve(
         "prefill", p, state_pool=pool.clone(), cu_seqlens=p.cu_seqlens, checkpoints=rows, checkpoint_every=every,
         checkpoint_offsets=offsets, position_offsets=positions, implementation=name,
@@ -180,7 +180,11 @@ def checkpoints(p: Problem, every: int, first: list[int] | None, name: str, kind
 def test_each_checkpoint_is_what_the_truncated_call_leaves(on_lightning_prefill, kind, every, first, case) -> None:
     p = make(case)
     first = None if first is None else [100, 7, 33, 5][: p.case.N]
-    assert checkpoints(p, every, first, on_lightning_prefill.name, kind) >= 1
+    try:
+        assert checkpoints(p, every, first, on_lightning_prefill.name, kind) >= 1
+    except cula.NotSupportedError as error:
+        assert on_lightning_prefill.name != "eager"
+        pytest.skip(str(error))
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cula.checks.cases import normal
 from cula.checks.tolerance import relative_error
 from cula.lightning import chunk_lightning_attn, lightning_decode, lightning_prefill, lightning_slopes
 
@@ -45,8 +46,8 @@ def block_loop(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.
 
 
 def inputs(T: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    rng = torch.Generator().manual_seed(T)
-    return [torch.nn.functional.silu(0.3 * torch.randn(2, T, H, D, generator=rng)).to(dtype) for _ in range(3)]
+    drawn = normal(3, 2, T, H, D, seed=T)
+    return [torch.nn.functional.silu(0.3 * x).to(dtype) for x in drawn]
 
 
 @pytest.mark.parametrize("layer", [0, 3, LAYERS - 1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from cula.ops.common.loops import FLAT, address_of, array_at, compiled, copy_rows
+from cula.ops.common.loops import FLAT, address_of, array_at, compiled, copy_rows, prefetch_rows
 from cula.ops.lightning.chunk.eager.tiles import ROWS, TILE, add_tile, decay_tile
 
 #: Tokens of a chunk.
@@ -117,6 +117,13 @@ def load_rows(source, at, step, count, width, target, padded):
         target[c] = 0.0
 
 
+@compiled()
+def ask_ahead(x, at, step, count, width):
+    """Ask for `count` rows of `width` numbers, `step` apart: rows of a head lie pages apart, which hides them."""
+    for i in range(count):
+        prefetch_rows(address_of(x) + (at + i * step) * x.itemsize, width * x.itemsize)
+
+
 @compiled(reassociate=False)
 def scale_rows(rows, count, width, scale, powers, first, step, target):
     """target[i, :] = scale * powers[first + i * step] * rows[i, :]."""
@@ -185,14 +192,17 @@ def walk(real, scale, sizes, addresses):
         A = np.zeros(CHUNK * CHUNK, real.dtype)
         state_at = (n * heads + head) * width * full + low
         for start in range(0, total, CHUNK):
-            count = min(CHUNK, total - start)
+            count, ahead = min(CHUNK, total - start), max(0, min(CHUNK, total - start - CHUNK))
             token = first + start if sizes[PACKED] else start
             row = 0 if sizes[PACKED] else n
             at = row * sizes[Q_STRIDES] + token * sizes[Q_STRIDES + 1] + group * sizes[Q_STRIDES + 2]
             load_rows(q, at, sizes[Q_STRIDES + 1], count, sizes[K], queries, width)
+            ask_ahead(q, at + CHUNK * sizes[Q_STRIDES + 1], sizes[Q_STRIDES + 1], ahead, width)
             at = row * sizes[K_STRIDES] + token * sizes[K_STRIDES + 1] + group * sizes[K_STRIDES + 2]
             load_rows(k, at, sizes[K_STRIDES + 1], count, sizes[K], keys, width)
+            ask_ahead(k, at + CHUNK * sizes[K_STRIDES + 1], sizes[K_STRIDES + 1], ahead, width)
             at = row * sizes[V_STRIDES] + token * sizes[V_STRIDES + 1] + head * sizes[V_STRIDES + 2] + low
+            ask_ahead(v, at + CHUNK * sizes[V_STRIDES + 1], sizes[V_STRIDES + 1], ahead, columns)
             load_rows(v, at, 0, 0, columns, values, columns)
             load_rows(v, at, 0, 0, columns, o, columns)
             scale_rows(queries, CHUNK, width, factor, powers, 1, 1, scaled)
