@@ -100,7 +100,7 @@ def test_no_optional_package_is_needed_outside_the_arch_folders() -> None:
 
 
 def _needs_no_extra(module: str) -> bool:
-    """False for kernels in numba or triton, which the table loads when they run, and for what CuTe DSL kernels share."""
+    """False for kernels in numba or triton, loaded when they run, and for what CuTe DSL kernels share."""
     spec = find_spec(module)
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else "")
     imported = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
