@@ -17,6 +17,8 @@ import torch
 
 from cula.checks.cases import Case, make
 from cula.checks.runs import errors, limits, reference, run_chunk, run_prefill
+from cula.ops.kda.chunk.cp.plan import Plan
+from cula.ops.kda.chunk.portable import forward
 from tests.ptx.triton_host import Runs, pretend
 
 PACKED = (0, 17, 1, 40, 0)
@@ -36,6 +38,10 @@ JOBS: dict[str, tuple[Any, Case, dict[str, Any]]] = {
     "fp16": (run_chunk, Case(T=70, K=64, V=64, dtype="fp16", gate="softplus", l2norm=True), {}),
     "fp32": (run_chunk, Case(T=70, K=64, V=64, gate="mild", l2norm=True), {}),
     "wide": (run_chunk, Case(T=40, H=2, HV=2, K=256, V=64, dtype="bf16", gate="sigmoid", l2norm=True), {}),
+    "segments": (
+        run_chunk, Case(B=1, T=200, H=1, HV=2, K=128, V=128, dtype="bf16", gate="sigmoid", beta="logits", l2norm=True),
+        {"cp_mode": "auto", "gradients": False},
+    ),
     "pool": (
         run_prefill, Case(T=70, K=128, V=128, dtype="bf16", gate="sigmoid", beta="logits", l2norm=True), {},
     ),
@@ -47,9 +53,11 @@ def run(arch: str, name: str, late: bool = True) -> dict[str, Any]:
     """One job: its errors against the float64 reference, what they may be, and the products that ran."""
     function, case, options = JOBS[name]
     p = make(case)
+    if name == "segments":  # whatever the cost model says
+        forward.SEGMENTS_VERIFIED, forward.make_plan = True, lambda chunks, shape: Plan(chunks, 2)
     with Runs(arch, races=True, late=late) as runs:
         got = function(p, "portable", **options)
-    truth = reference(p, gradients=function is run_chunk)
+    truth = reference(p, gradients=function is run_chunk and options.get("gradients", True))
     return {"found": errors(p, got, truth), "limit": limits(p, got), "products": runs.launches}
 
 
